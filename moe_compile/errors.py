@@ -1,0 +1,36 @@
+"""Errors that a caller can cause. Every message names what is wrong, the value, and the choices."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoeCompileError(Exception):
+    """Base class of this package's errors."""
+
+
+class OptionError(MoeCompileError, ValueError):
+    """An unknown option, or a value that the option does not take."""
+
+
+class BackendRefused(MoeCompileError, ValueError):
+    """An explicitly chosen ``moe_backend`` cannot run a block here; the message holds every reason."""
+
+
+class RewriteRefused(MoeCompileError, ValueError):
+    """``strict=True`` and a block that looks like MoE was not rewritten; the message holds every reason."""
+
+
+class ExpertInputError(MoeCompileError, ValueError):
+    """An expert operator was called with tensors that do not fit together."""
+
+
+class PackedWeightsError(MoeCompileError, RuntimeError):
+    """Packed weights are needed at a moment when they cannot be made (inside a graph capture)."""
+
+
+def nearest(value: str, choices: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"``, with the choice closest in spelling, or an empty string if none is close."""
+    close = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
