@@ -32,5 +32,6 @@ class PackedWeightsError(MoeCompileError, RuntimeError):
 
 def nearest(value: str, choices: Iterable[str]) -> str:
     """``" Did you mean 'x'?"``, with the choice closest in spelling, or an empty string if none is close."""
-    close = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(value.lower(), list(by_lower), n=1, cutoff=0.5)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -51,24 +51,26 @@ class CompileOptions:
 
     @classmethod
     def parse(
-        cls, options: Mapping[str, Any] | None = None, *, mode: str | None = None,
+        cls,
+        options: Mapping[str, Any] | None = None,
+        *,
+        mode: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> CompileOptions:
         """``options`` over the environment over the defaults. ``mode`` is torch.compile's own argument."""
-        values = _from_environment(environ)
+        given = dict(options or {})
         names = [f.name for f in fields(cls)]
-        for key, value in dict(options or {}).items():
+        for key, value in given.items():
             if key not in names:
                 raise OptionError(
                     f"moe_rocm: unknown option {key!r} (value {value!r}). Options are {', '.join(names)}."
                     + nearest(str(key), names)
                 )
-            values[key] = value
         if mode is not None:
-            if values.get("mode", mode) != mode:
-                raise OptionError(f"moe_rocm: mode={mode!r} and the option mode={values['mode']!r} disagree")
-            values["mode"] = mode
-        return cls(**values)
+            if given.get("mode") not in (None, mode):
+                raise OptionError(f"moe_rocm: mode={mode!r} and the option mode={given['mode']!r} disagree")
+            given["mode"] = mode
+        return cls(**_from_environment(environ, given) | given)
 
     def cache_key(self) -> str:
         """A string that differs whenever two option sets could compile a graph differently."""
@@ -97,7 +99,8 @@ def _bool(text: str) -> bool:
 _PARSERS: dict[str, Callable[[str], Any]] = {"strict": _bool, "inductor": _bool, "max_rewrites": int}
 
 
-def _from_environment(environ: Mapping[str, str] | None) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options set by the environment, each checked here so that a bad value is blamed on its variable."""
     names = [variable.full_name for variable in VARIABLES]
     for unknown in unknown_variables(environ):
         raise OptionError(
@@ -105,13 +108,18 @@ def _from_environment(environ: Mapping[str, str] | None) -> dict[str, Any]:
         )
     values: dict[str, Any] = {}
     for variable in VARIABLES:
-        text = variable.get(environ)
-        if text is None:
+        text, option = variable.get(environ), variable.name.lower()
+        if text is None or option in given:
             continue
-        option = variable.name.lower()
         try:
             values[option] = _PARSERS.get(option, str)(text)
         except (KeyError, ValueError):
             expected = "a number" if _PARSERS[option] is int else "1 or 0"
-            raise OptionError(f"moe_rocm: environment variable {variable.full_name}={text!r} is not {expected}") from None
+            raise OptionError(
+                f"moe_rocm: environment variable {variable.full_name}={text!r} is not {expected}"
+            ) from None
+        try:
+            CompileOptions(**{option: values[option]})
+        except OptionError as error:
+            raise OptionError(f"{error} It comes from the environment variable {variable.full_name}.") from None
     return values

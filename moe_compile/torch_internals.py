@@ -1,0 +1,168 @@
+"""Every private name of PyTorch that this package uses, in one place.
+
+A release that moves one of them fails here, at import, with a sentence that says which; nothing else in the package
+imports from ``torch._*``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moe_compile.errors import MoeCompileError
+
+try:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import ShortenTraceback
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._guards import TracingContext
+    from torch._inductor import config as inductor_config
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+except ImportError as error:  # pragma: no cover - needs a torch release that moved the name
+    raise MoeCompileError(
+        f"this torch ({torch.__version__}) lacks an internal that moe_compile uses: {error}. "
+        "moe_compile supports torch 2.11 to 2.13; install one of those or a newer moe_compile."
+    ) from error
+
+try:
+    # torch >= 2.12 tells a pass whether the graph is an inference graph; 2.11 says so in the tracing context.
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as GraphPassBase
+except ImportError:
+    GraphPassBase = CustomGraphPass
+
+__all__ = [
+    "CompileTimeError",
+    "CustomGraphPass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GraphPassBase",
+    "aot_compile",
+    "fake_mode_of",
+    "inductor_compile",
+    "is_inference_graph",
+    "mode_patches",
+    "private_pool_bypass",
+    "run_user_pass",
+    "statically_known_true",
+    "static_placeholders",
+    "user_pre_pass",
+    "without_caches",
+]
+
+
+class CompileTimeError(ShortenTraceback):  # type: ignore[misc]
+    """Mixed into an error of ours, this makes Dynamo hand it to the user as it is, not as BackendCompilerFailed."""
+
+    @classmethod
+    def wrap(cls, error: MoeCompileError) -> MoeCompileError:
+        """The same error (same type for ``except``, same text) in a form that Dynamo passes through."""
+        kind = type(type(error).__name__, (cls, type(error)), {})
+        wrapped: MoeCompileError = kind(str(error), first_useful_frame=None)
+        return wrapped
+
+
+def mode_patches(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
+    """Inductor config patches of a torch.compile mode."""
+    return dict(list_mode_options(mode, dynamic)) if mode else {}
+
+
+def user_pre_pass(patches: Mapping[str, Any]) -> Any:
+    """The user's own ``post_grad_custom_pre_pass``: from the patches, else from the global Inductor config."""
+    if "post_grad_custom_pre_pass" in patches:
+        return patches["post_grad_custom_pre_pass"]
+    return inductor_config.post_grad_custom_pre_pass
+
+
+def run_user_pass(user_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> None:
+    """Run a user's pass (or list of passes, torch >= 2.12) as Inductor would have."""
+    for one in user_pass if isinstance(user_pass, list | tuple) else [user_pass]:
+        if GraphPassBase is not CustomGraphPass and isinstance(one, GraphPassBase):
+            one(graph, is_inference)
+        else:
+            one(graph)
+
+
+def inductor_compile(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile with Inductor under config patches that do not outlive this compile."""
+    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=dict(patches))
+    return compiled
+
+
+def aot_compile(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    transform: Callable[[torch.fx.GraphModule, bool], None],
+) -> Callable[..., Any]:
+    """AOTAutograd only: ``transform(graph_module, is_inference)`` edits each graph, which then runs as it stands."""
+
+    def compiler(is_inference: bool) -> Callable[..., Any]:
+        def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            transform(module, is_inference)
+            return make_boxed_func(module.forward)
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiler(False), bw_compiler=compiler(False), inference_compiler=compiler(True))
+    compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+    return compiled
+
+
+def is_inference_graph() -> bool:
+    """For torch 2.11, whose passes are not told: whether AOTAutograd is compiling a graph without gradients."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return metadata is not None and not getattr(metadata, "is_train", True)
+
+
+def static_placeholders(graph: torch.fx.Graph) -> set[torch.fx.Node] | None:
+    """Placeholders that hold parameters, buffers or other tensors of fixed address; None if that is not known."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    indices = getattr(metadata, "static_input_indices", None)
+    if indices is None:
+        return None
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return {placeholders[i] for i in indices if i < len(placeholders)}
+
+
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
+    """The fake mode that made one of these values."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile from scratch: neither read nor write the FX graph and AOTAutograd caches."""
+    with inductor_config.patch(force_disable_caches=True):
+        yield
+
+
+def on_storage_death(tensor: torch.Tensor, callback: Callable[[], None]) -> weakref.finalize[Any, Any]:
+    """Call ``callback`` once when the memory behind ``tensor`` is freed (the last tensor or view of it is gone)."""
+    finalizer = weakref.finalize(tensor.untyped_storage(), callback)
+    finalizer.atexit = False
+    return finalizer
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Identity of the storage object. Not reused while a weak reference to it is held (``on_storage_death`` does)."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The in-place version counter; 0 for inference tensors, which have none."""
+    return 0 if tensor.is_inference() else int(tensor._version)
