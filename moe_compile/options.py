@@ -79,7 +79,8 @@ class CompileOptions:
 
 def _bad(name: str, value: object, choices: tuple[str, ...]) -> OptionError:
     return OptionError(
-        f"moe_rocm: option {name}={value!r} is not valid. Choices are {', '.join(choices)}." + nearest(str(value), choices)
+        f"moe_rocm: option {name}={value!r} is not valid. Choices are {', '.join(choices)}."
+        + nearest(str(value), choices)
     )
 
 
