@@ -1,0 +1,255 @@
+"""The expert operators: one visible operator per backend, one schema for all.
+
+``moe_compile::<backend>_experts`` is functional (mutates nothing, returns a fresh contiguous tensor) and takes the
+model's own weight tensors. Float weights are packed to MXFP8 on first use, through :mod:`moe_compile.packed_weights`;
+float8_e4m3fn weights come with their E8M0 scales and are used as they are.
+
+``out[t] = sum_k topk_weights[t, k] * down[e] @ act(gate[e] @ x[t], up[e] @ x[t])``,  ``e = topk_ids[t, k]``
+
+| argument | shape | dtype |
+|---|---|---|
+| hidden_states | (T, H) | bf16, fp16 or fp32 |
+| topk_ids | (T, K) | int32 or int64; ids < 0 or >= E contribute zero |
+| topk_weights | (T, K) | any float |
+| gate_up_proj | (E, 2I, H); (E, H, 2I) if transposed; I instead of 2I if not gated | float, or float8_e4m3fn |
+| down_proj | (E, H, I); (E, I, H) if transposed | as gate_up_proj |
+| gate_up_scale, down_scale | (E, N, ceil(K/32)) | uint8 or float8_e8m0fnu, with float8 weights only |
+| gate_up_bias, down_bias | (E, 2I), (E, H) | any float |
+| expert_map | (E_global,) global to local id, -1 for absent; topk_ids are then global | int32 or int64 |
+
+The keyword arguments spell out a :class:`moe_compile.spec.GateFunction`, the weights' layout and the output dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moe_compile import packed_weights
+from moe_compile.errors import ExpertInputError
+from moe_compile.kernels import layouts, reference
+from moe_compile.kernels.packed import PackedExperts
+from moe_compile.spec import ExpertSpec, GateFunction
+
+SCHEMA = (
+    "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor gate_up_proj, Tensor down_proj, "
+    "Tensor? gate_up_scale=None, Tensor? down_scale=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, "
+    "Tensor? expert_map=None, *, str activation='silu', float alpha=1.0, float? limit=None, bool limit_after=False, "
+    "float up_offset=0.0, float? gate_softcap=None, float? up_softcap=None, bool gated=True, "
+    "str gate_up_layout='concatenated', bool up_first=False, bool transposed=False, str activations='auto', "
+    "ScalarType? out_dtype=None) -> Tensor"
+)
+NAMESPACE = "moe_compile"
+
+Kernel = Callable[..., torch.Tensor]
+
+
+def _triton_kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+    # Imported on first use: `import moe_compile` works, and names the problem, where Triton is missing.
+    from moe_compile.kernels.triton.experts import experts
+
+    return experts(*args, **kwargs)
+
+
+def _reference_kernel(*args: Any, activations: str, **kwargs: Any) -> torch.Tensor:
+    return reference.experts(*args, activations="bf16" if activations == "auto" else activations, **kwargs)
+
+
+KERNELS: dict[str, Kernel] = {"reference": _reference_kernel, "triton": _triton_kernel}
+
+
+def operator(backend: str) -> torch._ops.OpOverload:
+    """The operator of one backend, such as ``torch.ops.moe_compile.triton_experts.default``."""
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), f"{backend}_experts").default
+    return overload
+
+
+def is_expert_operator(target: object) -> bool:
+    return any(target is operator(backend) for backend in KERNELS)
+
+
+def attributes(spec: ExpertSpec, activations: str = "auto") -> dict[str, Any]:
+    """The operator's keyword arguments for a spec; those at their default are left out."""
+    values = {
+        "activation": spec.gate.activation,
+        "alpha": spec.gate.alpha,
+        "limit": spec.gate.limit,
+        "limit_after": spec.gate.limit_after,
+        "up_offset": spec.gate.up_offset,
+        "gate_softcap": spec.gate.gate_softcap,
+        "up_softcap": spec.gate.up_softcap,
+        "gated": spec.gate.gated,
+        "gate_up_layout": spec.gate_up_layout,
+        "up_first": spec.up_first,
+        "transposed": spec.transposed,
+        "activations": activations,
+        "out_dtype": None if spec.out_dtype == spec.activation_dtype else spec.out_dtype,
+    }
+    return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+
+
+_DEFAULTS: dict[str, Any] = {
+    "activation": "silu",
+    "alpha": 1.0,
+    "limit": None,
+    "limit_after": False,
+    "up_offset": 0.0,
+    "gate_softcap": None,
+    "up_softcap": None,
+    "gated": True,
+    "gate_up_layout": "concatenated",
+    "up_first": False,
+    "transposed": False,
+    "activations": "auto",
+    "out_dtype": None,
+}
+
+Weights = tuple[torch.Tensor | None, ...]  # gate_up_proj, down_proj, their scales, their biases
+
+
+def _spec(weights: Weights, top_k: int, gate: GateFunction, layout: str, up_first: bool, transposed: bool) -> ExpertSpec:
+    gate_up, down, *_ = weights
+    assert gate_up is not None
+    assert down is not None
+    num_experts, hidden, intermediate = down.shape
+    if transposed:
+        hidden, intermediate = intermediate, hidden
+    return ExpertSpec(
+        num_experts=num_experts,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        top_k=top_k,
+        gate=gate,
+        gate_up_layout=layout,
+        up_first=up_first,
+        transposed=transposed,
+    )
+
+
+def _packed(weights: Weights, spec: ExpertSpec) -> PackedExperts:
+    """The canonical MXFP8 form: without a copy if the weights are in it already, else from the cache."""
+
+    def build(sources: Weights) -> PackedExperts:
+        gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = sources
+        assert gate_up is not None
+        assert down is not None
+        return layouts.pack_experts(spec, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
+
+    def rebuild(packed: PackedExperts, sources: Weights) -> None:
+        gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = sources
+        assert gate_up is not None
+        assert down is not None
+        layouts.repack_into(packed, spec, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
+
+    if weights[2] is not None and layouts.is_canonical(spec, *weights):
+        return build(weights)
+    layout = (spec.gate_up_layout, spec.up_first, spec.transposed, spec.gate.gated)
+    return packed_weights.lookup(weights, layout, build, rebuild)
+
+
+def _check(hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, weights: Weights) -> None:
+    if hidden_states.dim() != 2:
+        raise ExpertInputError(f"hidden_states must be (T, H), got shape {tuple(hidden_states.shape)}")
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != hidden_states.shape[0]:
+        raise ExpertInputError(
+            f"topk_ids must be (T, K) with T={hidden_states.shape[0]}, got shape {tuple(topk_ids.shape)}"
+        )
+    if topk_weights.shape != topk_ids.shape:
+        raise ExpertInputError(
+            f"topk_weights must have the shape of topk_ids {tuple(topk_ids.shape)}, got {tuple(topk_weights.shape)}"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ExpertInputError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    if not hidden_states.is_floating_point() or not topk_weights.is_floating_point():
+        raise ExpertInputError(
+            f"hidden_states and topk_weights must be floating point, got {hidden_states.dtype}, {topk_weights.dtype}"
+        )
+    gate_up, down = weights[:2]
+    assert gate_up is not None
+    assert down is not None
+    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[0] != down.shape[0]:
+        raise ExpertInputError(
+            f"gate_up_proj and down_proj must be 3-D with one number of experts, got {tuple(gate_up.shape)}, {tuple(down.shape)}"
+        )
+
+
+def _run(
+    kernel: Kernel,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    limit_after: bool = False,
+    up_offset: float = 0.0,
+    gate_softcap: float | None = None,
+    up_softcap: float | None = None,
+    gated: bool = True,
+    gate_up_layout: str = "concatenated",
+    up_first: bool = False,
+    transposed: bool = False,
+    activations: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    weights = (gate_up_proj, down_proj, gate_up_scale, down_scale, gate_up_bias, down_bias)
+    _check(hidden_states, topk_ids, topk_weights, weights)
+    gate = GateFunction(activation, alpha, limit, limit_after, up_offset, gate_softcap, up_softcap, gated)
+    spec = _spec(weights, topk_ids.shape[1], gate, gate_up_layout, up_first, transposed)
+    if spec.hidden_size != hidden_states.shape[1]:
+        raise ExpertInputError(
+            f"hidden_states has H={hidden_states.shape[1]}, but the weights have H={spec.hidden_size} "
+            f"(down_proj {tuple(down_proj.shape)}, transposed={transposed})"
+        )
+    packed = _packed(weights, spec)
+    return kernel(
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        packed,
+        gate,
+        expert_map=expert_map,
+        activations=activations,
+        out_dtype=out_dtype or hidden_states.dtype,
+    )
+
+
+def _fake(hidden_states: torch.Tensor, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    """Shape, dtype and (contiguous) strides of the result, for symbolic T too."""
+    return hidden_states.new_empty(tuple(hidden_states.shape), dtype=out_dtype or hidden_states.dtype)
+
+
+def _no_gradient(ctx: Any, *grads: Any) -> Sequence[Any]:
+    raise NotImplementedError(
+        "the moe_compile expert operators have no gradient. Models compiled with backend='moe_rocm' while gradients are "
+        "enabled keep their original experts; call the operators themselves under torch.no_grad()."
+    )
+
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _define(backend: str, kernel: Kernel) -> None:
+    name = f"{backend}_experts"
+    _library.define(name + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return _run(kernel, *args, **kwargs)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=_library)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_gradient, lib=_library)
+
+
+for _backend, _kernel in KERNELS.items():
+    _define(_backend, _kernel)

@@ -1,0 +1,125 @@
+"""The backends that ``moe_backend`` names, and what each can run. Adding one: see kernels/README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_compile.options import CompileOptions
+from moe_compile.selection import AUTO_ORDER, Rejection
+from moe_compile.spec import ExpertSpec
+from moe_compile.target import Capabilities, Target
+
+# A rule returns (reason, remedy) if the backend cannot run the block. ``spec`` is None when only the machine is asked.
+Reason = tuple[str, str | None]
+MachineRule = Callable[[Target, Capabilities, CompileOptions], Reason | None]
+BlockRule = Callable[[ExpertSpec, Target, CompileOptions], Reason | None]
+
+
+@dataclass(frozen=True)
+class KernelBackend:
+    """A backend as two lists of rules; all of them are asked, so that every reason is kept."""
+
+    name: str
+    machine_rules: tuple[MachineRule, ...] = ()
+    block_rules: tuple[BlockRule, ...] = field(default=())
+
+    def rejections(
+        self, spec: ExpertSpec | None, target: Target, capabilities: Capabilities, options: CompileOptions
+    ) -> list[Rejection]:
+        found = [rule(target, capabilities, options) for rule in self.machine_rules]
+        if spec is not None:
+            found += [rule(spec, target, options) for rule in self.block_rules]
+        return [Rejection(self.name, *reason) for reason in found if reason is not None]
+
+
+def _needs_gfx950(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
+    if target.arch != "gfx950":
+        return f"needs gfx950 (MI350, MI355X), this is {target.arch}", None
+    return None
+
+
+def _needs_aiter(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
+    return (capabilities.aiter.problem, None) if capabilities.aiter.problem else None
+
+
+def _needs_flydsl(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
+    return (capabilities.flydsl.problem, None) if capabilities.flydsl.problem else None
+
+
+def _not_in_this_version(what: str) -> MachineRule:
+    def rule(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
+        return f"this version of moe_compile has no {what} yet", None
+
+    return rule
+
+
+def _needs_triton(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
+    return (capabilities.triton.problem, None) if capabilities.triton.problem else None
+
+
+def _needs_triton_device(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
+    if target.device_type == "cuda":
+        return None
+    if capabilities.triton_interpreted:
+        if options.moe_backend == "auto":
+            return "Triton's interpreter is for tests, so auto does not choose it", "moe_backend='triton' does"
+        return None
+    return f"needs a CUDA or ROCm GPU, this is {target.device_type}", None
+
+
+def _needs_block_scaling(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
+    if not target.has_block_scaled_mma:
+        return f"needs block-scaled matrix instructions (gfx950, sm_100 or newer), this is {target.arch}", None
+    return None
+
+
+def _triton_dtypes(spec: ExpertSpec, target: Target, options: CompileOptions) -> Reason | None:
+    if spec.activation_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"hidden states must be bf16, fp16 or fp32, got {spec.activation_dtype}", None
+    return None
+
+
+BACKENDS: dict[str, KernelBackend] = {
+    backend.name: backend
+    for backend in (
+        KernelBackend("aiter", (_needs_gfx950, _needs_aiter, _not_in_this_version("AITER adapter"))),
+        KernelBackend("flydsl", (_needs_gfx950, _needs_flydsl, _not_in_this_version("FlyDSL kernels"))),
+        KernelBackend(
+            "triton_native", (_needs_block_scaling, _needs_triton, _not_in_this_version("block-scaled Triton kernels"))
+        ),
+        KernelBackend("triton", (_needs_triton, _needs_triton_device), (_triton_dtypes,)),
+        KernelBackend("reference"),
+    )
+}
+assert tuple(BACKENDS) == AUTO_ORDER
+
+
+@dataclass(frozen=True)
+class BackendAvailability:
+    """One backend on one machine: ``usable`` if ``rejections`` is empty."""
+
+    name: str
+    rejections: tuple[Rejection, ...]
+
+    @property
+    def usable(self) -> bool:
+        return not self.rejections
+
+
+def available_backends(spec: ExpertSpec | None = None, device: torch.device | None = None) -> list[BackendAvailability]:
+    """Every ``moe_backend`` in the order in which ``auto`` tries them, with every reason why it cannot be used here.
+
+    Args:
+        spec: a block (``LayerReport.spec``); None asks about the machine alone.
+        device: default: the current GPU if there is one, else the CPU.
+    """
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target, capabilities = Target.of(device), Capabilities.detect()
+    return [
+        BackendAvailability(name, tuple(backend.rejections(spec, target, capabilities, CompileOptions(moe_backend=name))))
+        for name, backend in BACKENDS.items()
+    ]
