@@ -80,7 +80,7 @@ class CompileReport:
 
     def summary(self) -> str:
         """``2/2 expert blocks -> triton``: the line that is logged once per compile."""
-        if self.from_cache == self.graphs and not self.layers:
+        if not self.layers and self.from_cache and self.from_cache == self.graphs:
             return "graph taken from the compile cache, compiled with these options and this version"
         if not self.layers:
             return "no expert blocks found"
@@ -114,12 +114,13 @@ class CompileReport:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """The table, then one paragraph per block that was left alone, then the notes."""
-        from rich.markup import escape
         from rich.table import Table
+        from rich.text import Text
 
         title = f"moe_rocm: {self.summary()}" + (f" on {self.target}" if self.target else "")
         if self.layers:
-            table = Table(title=title, title_justify="left", title_style="bold")
+            # Text, not str: names and reasons may hold [brackets] and :colons: that rich would read as markup.
+            table = Table(title=Text(title), title_justify="left", title_style="bold")
             for column in ("layer", "form", "sizes", "gate function", "backend"):
                 table.add_column(column, overflow="fold")
             for layer in self.layers:
@@ -127,22 +128,22 @@ class CompileReport:
                 if layer.spec and layer.spec.up_first:
                     gate += ", up rows first"
                 backend = layer.moe_backend or "left alone"
-                table.add_row(*(escape(cell) for cell in (layer.name, layer.form, sizes, gate, backend)))
+                table.add_row(*(Text(cell) for cell in (layer.name, layer.form, sizes, gate, backend)))
             yield table
         else:
-            yield escape(title)
+            yield Text(title)
         for layer in self.layers:
             if layer.reason:
                 where = f"\n    at {layer.location}" if layer.location else ""
                 node = f" [graph node {layer.node}]" if layer.node else ""
-                yield escape(f"  {layer.name}: left alone: {layer.reason}{node}{where}")
+                yield Text(f"  {layer.name}: left alone: {layer.reason}{node}{where}")
         passed_over = dict.fromkeys(str(r) for layer in self.layers if layer.rewritten for r in layer.rejected)
         if passed_over:
-            yield "backends passed over:"
+            yield Text("backends passed over:")
             for line in passed_over:
-                yield escape(f"  {line}")
+                yield Text(f"  {line}")
         for note in self.notes:
-            yield escape(f"note: {note}")
+            yield Text(f"note: {note}")
 
 
 def merge(reports: list[CompileReport]) -> CompileReport:
@@ -191,7 +192,8 @@ def collecting() -> Iterator[list[CompileReport]]:
         yield found
     finally:
         with _lock:
-            _collectors.remove(found)
+            # By identity: two open collectors are often equal lists.
+            _collectors[:] = [collector for collector in _collectors if collector is not found]
 
 
 def clear() -> None:
