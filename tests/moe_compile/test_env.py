@@ -30,5 +30,5 @@ def test_get_reads_the_process_environment_by_default(monkeypatch: pytest.Monkey
 
 
 def test_unknown_variables_are_those_with_our_prefix_alone() -> None:
-    environ = {"MOE_COMPILE_BAKEND": "x", "MOE_COMPILE_MODE": "default", "MOE_OTHER": "1", "PATH": "/bin"}
-    assert env.unknown_variables(environ) == ["MOE_COMPILE_BAKEND"]
+    environ = {"MOE_COMPILE_BACKEND": "x", "MOE_COMPILE_MODE": "default", "MOE_OTHER": "1", "PATH": "/bin"}
+    assert env.unknown_variables(environ) == ["MOE_COMPILE_BACKEND"]

@@ -53,9 +53,9 @@ def test_a_bad_value_names_the_option_the_value_and_the_choices(name: str, value
 
 def test_an_unknown_option_names_itself_all_options_and_the_nearest() -> None:
     with pytest.raises(OptionError) as caught:
-        CompileOptions.parse({"moe_bakend": "triton"}, environ={})
+        CompileOptions.parse({"moe_backendd": "triton"}, environ={})
     message = str(caught.value)
-    assert "unknown option 'moe_bakend' (value 'triton')" in message
+    assert "unknown option 'moe_backendd' (value 'triton')" in message
     assert ", ".join(f.name for f in fields(CompileOptions)) in message
     assert "Did you mean 'moe_backend'?" in message
 
