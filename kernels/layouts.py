@@ -50,7 +50,7 @@ class _Source:
 
     def rows_of(self, target: Tensor) -> tuple[Tensor, ...]:
         """The rows of ``target`` that belong to each part."""
-        return target.split([part.shape[1] for part in self.parts], dim=1)
+        return torch.split(target, [part.shape[1] for part in self.parts], dim=1)
 
     def copy_into(self, target: Tensor) -> None:
         # Not even a copy onto itself: it would raise the `_version` of the model's weight, which asks for a repack.
@@ -66,6 +66,10 @@ class _Weight:
 
     values: _Source
     scales: _Source | None
+
+    @property
+    def all_shared(self) -> bool:
+        return self.scales is not None and self.values.shared is not None and self.scales.shared is not None
 
     def target(self) -> tuple[Tensor, Tensor]:
         if self.scales is not None:
@@ -93,6 +97,15 @@ class _Sources:
     down: _Weight
     gate_up_bias: _Source | None
     down_bias: _Source | None
+
+    @property
+    def all_shared(self) -> bool:
+        biases = (self.gate_up_bias, self.down_bias)
+        return (
+            self.gate_up.all_shared
+            and self.down.all_shared
+            and all(bias is None or bias.shared is not None for bias in biases)
+        )
 
     def target(self) -> PackedExperts:
         return PackedExperts(
@@ -170,6 +183,25 @@ def repack_into(
         sources.write_into(packed)
 
 
+def copies_nothing(
+    spec: ExpertSpec,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> bool:
+    """Whether `pack_experts` of the same arguments would share the storage of every input.
+
+    A cache must not hold such a result: it would keep the model's own memory alive.
+
+    Raises:
+        ExpertInputError: as `pack_experts`.
+    """
+    return _sources(spec, gate_up_proj, down_proj, gate_up_bias, down_bias, gate_up_scale, down_scale).all_shared
+
+
 def _sources(
     spec: ExpertSpec,
     gate_up_proj: Tensor,
@@ -183,9 +215,8 @@ def _sources(
     e, h, i = spec.num_experts, spec.hidden_size, spec.intermediate_size
     gated = spec.gate.gated
     rows = 2 * i if gated else i
-    if spec.has_bias != (gate_up_bias is not None or down_bias is not None):
-        state = "no bias is given" if spec.has_bias else "a bias is given"
-        raise ExpertInputError(f"spec.has_bias is {spec.has_bias}, but {state}")
+    if spec.has_bias and gate_up_bias is None and down_bias is None:
+        raise ExpertInputError("spec.has_bias is True, but neither gate_up_bias nor down_bias is given")
     return _Sources(
         _weight(spec, "gate_up", gate_up_proj, gate_up_scale, (e, rows, h), gate_and_up=gated),
         _weight(spec, "down", down_proj, down_scale, (e, h, i), gate_and_up=False),

@@ -165,7 +165,7 @@ def _to_blocks(x: Tensor) -> Tensor:
     count = scale_count(k)
     if k % BLOCK_SIZE:
         x = torch.nn.functional.pad(x, (0, count * BLOCK_SIZE - k))
-    return x.unflatten(-1, (count, BLOCK_SIZE))
+    return x.reshape(*x.shape[:-1], count, BLOCK_SIZE)
 
 
 def _from_blocks(blocks: Tensor, k: int) -> Tensor:

@@ -158,7 +158,7 @@ def _gathered(block: _Block, x: Tensor, local_ids: Tensor, topk_weights: Tensor)
     num_tokens, top_k = local_ids.shape
     slot_out = x.new_zeros((num_tokens * top_k, x.shape[1]))
     if block.packed.num_experts == 0:
-        return slot_out.unflatten(0, (num_tokens, top_k)).sum(1)
+        return slot_out.view(num_tokens, top_k, x.shape[1]).sum(1)
     # Twice: the decoded elements and their product with the scales.
     slot_elements = block.packed.gate_up[0].numel() + block.packed.down[0].numel()
     chunk = max(1, _CHUNK_BYTES // (2 * slot_elements * x.element_size()))
@@ -170,7 +170,7 @@ def _gathered(block: _Block, x: Tensor, local_ids: Tensor, topk_weights: Tensor)
         weighted = out * topk_weights.flatten()[slots].unsqueeze(-1)
         # Chosen with `where`: a product with zero would let a NaN through.
         slot_out[slots] = torch.where((ids >= 0).unsqueeze(-1), weighted, 0)
-    return slot_out.unflatten(0, (num_tokens, top_k)).sum(1)
+    return slot_out.view(num_tokens, top_k, x.shape[1]).sum(1)
 
 
 def _dense(block: _Block, x: Tensor, local_ids: Tensor, topk_weights: Tensor) -> Tensor:
