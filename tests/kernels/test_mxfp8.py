@@ -192,7 +192,7 @@ def test_any_float32_bit_patterns(bits: list[int]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 254), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2**24 - 1)), min_size=1, max_size=40))
 def test_any_finite_blocks(exponent: int, elements: list[tuple[int, int]]) -> None:
-    # Exponents within reach of one scale, so that few elements round to zero. The 24 bits are the sign and the mantissa.
+    # Exponents within reach of one scale, so that few elements round to zero. The 24 bits are sign and mantissa.
     bits = [max(exponent - below, 0) << 23 | (m & 0x7FFFFF) | (m >> 23) << 31 for below, m in elements]
     assert_matches_oracle(float32_bits(bits).unsqueeze(0))
 
@@ -248,7 +248,7 @@ def test_float16_goes_through_float32() -> None:
 # One expert at a time
 
 
-class LargestTemporary(TorchDispatchMode):
+class LargestTemporary(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most elements of any tensor wider than a byte that an operator returns."""
 
     numel = 0
@@ -267,7 +267,7 @@ def test_quantize_experts_equals_quantize_with_temporaries_of_one_expert(transpo
     expected_values, expected_scales = mxfp8.quantize(weight)
     if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    with LargestTemporary() as largest:
+    with LargestTemporary() as largest:  # type: ignore[no-untyped-call]
         values, scales = mxfp8.quantize_experts(weight)
     assert largest.numel <= 12 * 64  # (12, 40), padded to whole blocks
     assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 
 import torch
 
@@ -83,20 +84,19 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, torch.tensor([scales for _, scales in rows], dtype=torch.uint8).reshape(n, (k + BLOCK - 1) // BLOCK)
 
 
-def dequantize_row(codes: Sequence[int], scale_bytes: Sequence[int]) -> list[float]:
-    """Exact as Python floats; NaN for a NaN element or a NaN scale."""
-    out = []
-    for index, code in enumerate(codes):
-        byte = scale_bytes[index // BLOCK]
-        if byte == NAN_BYTE or code & 0x7F == 0x7F:
-            out.append(math.nan)
-            continue
-        magnitude = float(e4m3_value(code & 0x7F) * Fraction(2) ** (byte - 127))
-        out.append(-magnitude if code & 0x80 else magnitude)
-    return out
+@cache
+def decode(code: int, byte: int) -> float:
+    """One element under one scale, exact as a Python float; NaN for a NaN element or a NaN scale."""
+    if byte == NAN_BYTE or code & 0x7F == 0x7F:
+        return math.nan
+    magnitude = float(e4m3_value(code & 0x7F) * Fraction(2) ** (byte - 127))
+    return -magnitude if code & 0x80 else magnitude
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Element bytes (N, K) and scale bytes (N, ceil(K/32)), both uint8, to float64 (N, K)."""
-    rows = [dequantize_row(*row) for row in zip(values.tolist(), scales.tolist(), strict=True)]
+    rows = [
+        [decode(code, row_scales[index // BLOCK]) for index, code in enumerate(codes)]
+        for codes, row_scales in zip(values.tolist(), scales.tolist(), strict=True)
+    ]
     return torch.tensor(rows, dtype=torch.float64).reshape(values.shape)
