@@ -143,8 +143,10 @@ def _packed(weights: Weights, spec: ExpertSpec) -> PackedExperts:
         assert down is not None
         layouts.repack_into(packed, spec, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
 
-    if weights[2] is not None and layouts.is_canonical(spec, *weights):
-        return build(weights)
+    if weights[2] is not None and spec.gate_up_layout == "concatenated" and not spec.up_first:
+        if all(tensor is None or tensor.is_contiguous() for tensor in weights):
+            # Nothing is copied. The cache must not hold it: it would keep the model's own memory alive.
+            return build(weights)
     layout = (spec.gate_up_layout, spec.up_first, spec.transposed, spec.gate.gated)
     return packed_weights.lookup(weights, layout, build, rebuild)
 

@@ -26,6 +26,18 @@ class ExpertInputError(MoeCompileError, ValueError):
     """An expert operator was called with tensors that do not fit together."""
 
 
+class FactoryError(MoeCompileError, ValueError):
+    """``moe-compile`` was given a factory that does not exist or that returns something else than a model."""
+
+
+class ModelFailed(MoeCompileError, RuntimeError):
+    """The user's own code raised: a factory when imported or called, or its model; ``__cause__`` is what it raised."""
+
+
+class MissingPackage(MoeCompileError, ImportError):
+    """A command needs an optional package; the message says how to install it."""
+
+
 class PackedWeightsError(MoeCompileError, RuntimeError):
     """Packed weights are needed at a moment when they cannot be made (inside a graph capture)."""
 
@@ -35,3 +47,9 @@ def nearest(value: str, choices: Iterable[str]) -> str:
     by_lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(value.lower(), list(by_lower), n=1, cutoff=0.5)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def one_line(error: BaseException) -> str:
+    """``ValueError: text``, however many lines the error's text has."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

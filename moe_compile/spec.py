@@ -25,7 +25,8 @@ class GateFunction:
 
     In this order (each step is absent at its default):
 
-    1. ``limit`` with ``limit_after=False``: ``gate = min(gate, limit)``; always with a limit: ``up = clamp(up, -limit, limit)``
+    1. ``limit`` with ``limit_after=False``: ``gate = min(gate, limit)``; with any limit:
+       ``up = clamp(up, -limit, limit)``
     2. ``A``: ``silu`` is ``gate * sigmoid(alpha * gate)``; ``gelu`` is the erf form, ``gelu_tanh`` the tanh form;
        ``relu``; ``relu2`` is ``relu(gate)**2``. With ``gate_softcap = c`` the factor ``gate`` of silu becomes
        ``c * tanh(gate / c)``: ``c * tanh(gate / c) * sigmoid(alpha * gate)``.
@@ -35,8 +36,8 @@ class GateFunction:
     ``gated=False`` has no up projection: ``out = A(x)``.
 
     Known members: MiniMax-M2, Mixtral, Qwen3: ``silu``. MiniMax-M3 and gpt-oss ("swiglu_oai"): ``silu, alpha=1.702,
-    limit=7, up_offset=1``. DeepSeek-V4: ``silu, limit=10``. Step-3: ``silu, limit, limit_after``. Gemma-4: ``gelu_tanh``.
-    Inkling-2: ``silu, gate_softcap=4, up_softcap=25``. Nemotron-H: ``relu2, gated=False``.
+    limit=7, up_offset=1``. DeepSeek-V4: ``silu, limit=10``. Step-3: ``silu, limit, limit_after``. Gemma-4:
+    ``gelu_tanh``. Inkling-2: ``silu, gate_softcap=4, up_softcap=25``. Nemotron-H: ``relu2, gated=False``.
     """
 
     activation: str = "silu"

@@ -26,6 +26,7 @@ try:
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.utils._python_dispatch import _disable_current_modes
 except ImportError as error:  # pragma: no cover - needs a torch release that moved the name
     raise MoeCompileError(
         f"this torch ({torch.__version__}) lacks an internal that moe_compile uses: {error}. "
@@ -49,11 +50,14 @@ __all__ = [
     "inductor_compile",
     "is_inference_graph",
     "mode_patches",
-    "private_pool_bypass",
+    "on_storage_death",
+    "real_tensors",
     "run_user_pass",
-    "statically_known_true",
     "static_placeholders",
+    "statically_known_true",
+    "storage_address",
     "user_pre_pass",
+    "version_of",
     "without_caches",
 ]
 
@@ -141,6 +145,13 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute with real tensors inside of a compile, where a fake mode is active."""
+    with _disable_current_modes():
+        yield
 
 
 @contextlib.contextmanager

@@ -1,0 +1,175 @@
+"""``MoEFusionPass``: the pass that Inductor runs on each post-grad graph, and that ``inductor=False`` runs itself."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+import moe_compile
+from moe_compile import report as reporting
+from moe_compile._version import __version__
+from moe_compile.errors import MoeCompileError, RewriteRefused
+from moe_compile.kernels.registry import BACKENDS
+from moe_compile.options import CompileOptions
+from moe_compile.passes.find_experts import MoEMatch, NearMiss, find_experts
+from moe_compile.passes.fx_utils import tensor
+from moe_compile.passes.rewrite import check_output, rewrite
+from moe_compile.report import CompileReport, LayerReport
+from moe_compile.selection import Selection, select_backend
+from moe_compile.target import Capabilities, Target
+from moe_compile.torch_internals import GraphPassBase, is_inference_graph, run_user_pass, static_placeholders
+
+logger = logging.getLogger("moe_compile.passes")
+
+GRADIENTS = (
+    "gradients are enabled, and the MXFP8 experts have none; compile and call the model under torch.no_grad() or "
+    "torch.inference_mode()"
+)
+
+
+class MoEFusionPass(GraphPassBase):  # type: ignore[misc]
+    """Find expert blocks, choose a backend for each, rewrite, report.
+
+    ``uuid`` covers this package's sources and version, the options, the machine and the kernel packages, and the user's
+    own pass: an artifact in Inductor's or AOTAutograd's cache is only reused where this pass would do the same again.
+
+    Args:
+        options: checked options.
+        user_pass: the ``post_grad_custom_pre_pass`` that was configured before; it runs first.
+    """
+
+    def __init__(self, options: CompileOptions, user_pass: Any = None) -> None:
+        self.options = options
+        self.user_pass = user_pass
+        self.capabilities = Capabilities.detect()
+        self.reports: list[CompileReport] = []
+        self.error: MoeCompileError | None = None  # Inductor wraps what a pass raises; the backend raises this one
+
+    def uuid(self) -> Any:
+        """A digest, or None (do not cache) if the user's pass has no uuid of its own."""
+        passes = self.user_pass if isinstance(self.user_pass, list | tuple) else [self.user_pass]
+        parts = [package_digest(), self.options.cache_key(), repr(self.capabilities), _machine()]
+        for one in passes:
+            if one is None:
+                continue
+            theirs = one.uuid() if hasattr(one, "uuid") else None
+            if not theirs:
+                return None
+            parts.append(repr(theirs))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
+        if is_inference is None:  # torch 2.11 does not say
+            is_inference = is_inference_graph()
+        if self.user_pass is not None:
+            run_user_pass(self.user_pass, graph, is_inference)
+        try:
+            self.reports.append(self.apply(graph, is_inference, static_placeholders(graph)))
+        except MoeCompileError as error:
+            self.error = error
+            raise
+
+    def apply(self, graph: Graph, is_inference: bool, static_inputs: set[Node] | None = None) -> CompileReport:
+        """Rewrite ``graph`` in place and say what was done.
+
+        Raises:
+            BackendRefused: an explicit ``moe_backend`` cannot run a block.
+            RewriteRefused: ``strict`` and something that looks like a block was left alone.
+        """
+        start = time.perf_counter()
+        found = find_experts(graph, static_inputs)
+        layers = []
+        rewritten = 0
+        arch = ""
+        for block in found:
+            if isinstance(block, NearMiss):
+                layers.append(_left_alone(block))
+                continue
+            target = Target.of(tensor(block.hidden_states).device)
+            arch = target.arch
+            if not is_inference:
+                layers.append(_not_rewritten(block, GRADIENTS))
+            elif self.options.max_rewrites is not None and rewritten >= self.options.max_rewrites:
+                layers.append(_not_rewritten(block, f"max_rewrites={self.options.max_rewrites}"))
+            else:
+                selection = select_backend(self.options, block.spec, target, self.capabilities, BACKENDS)
+                check_output(rewrite(graph, block, selection.backend, self.options.activations), block.root)
+                layers.append(_rewritten(block, selection))
+                rewritten += 1
+        if rewritten:
+            graph.eliminate_dead_code()
+            graph.lint()
+        seconds = time.perf_counter() - start
+        report = CompileReport(layers=tuple(layers), target=arch, seconds=seconds)
+        logger.debug("%d blocks and near misses, %d rewritten, in %.1f ms", len(found), rewritten, seconds * 1e3)
+        if self.options.strict and report.skipped:
+            reasons = "".join(f"\n  - {layer.name}: {layer.reason}" for layer in layers if layer.reason)
+            raise RewriteRefused(f"moe_rocm: strict=True, and {report.skipped} expert blocks were not rewritten:{reasons}")
+        return report
+
+
+def _left_alone(miss: NearMiss) -> LayerReport:
+    return LayerReport(
+        name=miss.name, form=miss.form, reason=miss.reason, node=miss.node.name, location=miss.location
+    )
+
+
+def _not_rewritten(match: MoEMatch, reason: str) -> LayerReport:
+    return LayerReport(
+        name=match.name, form=match.form, spec=match.spec, reason=reason, node=match.root.name, location=match.location
+    )
+
+
+def _rewritten(match: MoEMatch, selection: Selection) -> LayerReport:
+    return LayerReport(
+        name=match.name,
+        form=match.form,
+        spec=match.spec,
+        moe_backend=selection.backend,
+        rejected=selection.rejected,
+        location=match.location,
+    )
+
+
+@functools.cache
+def package_digest() -> str:
+    """A digest of every source file of this package, with its version and torch's."""
+    digest = hashlib.sha256(f"{__version__} {torch.__version__}".encode())
+    roots: Mapping[str, Path] = {
+        name: Path(folder)
+        for name, folder in (
+            ("moe_compile", Path(moe_compile.__file__).parent),
+            ("passes", Path(__file__).parent),
+            ("kernels", Path(BACKENDS["reference"].__class__.__module__ and _kernels_folder())),
+        )
+    }
+    for name, folder in roots.items():
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{name}/{path.relative_to(folder)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _kernels_folder() -> Path:
+    import moe_compile.kernels
+
+    assert moe_compile.kernels.__file__ is not None
+    return Path(moe_compile.kernels.__file__).parent
+
+
+def _machine() -> str:
+    """The GPUs here, as the choice of a backend depends on them."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return ",".join(Target.of(torch.device("cuda", i)).arch for i in range(torch.cuda.device_count()))
+
+
+__all__ = ["GRADIENTS", "MoEFusionPass", "package_digest", "reporting"]

@@ -1,0 +1,151 @@
+"""Small questions about FX nodes: what they call, their shape, where in the model they come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moe_compile.torch_internals import statically_known_true
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Unproven(Exception):
+    """A step of a proof failed: ``reason`` says why, ``node`` where."""
+
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+
+
+def calls(node: object, *targets: object) -> bool:
+    """Whether ``node`` calls one of these operators (overloads or overload packets)."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return False
+    packet = getattr(node.target, "overloadpacket", None)
+    return any(node.target is target or packet is target for target in targets if target is not None)
+
+
+def arg(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by keyword."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def value(node: object) -> torch.Tensor | None:
+    """The fake tensor that a node makes; None if it makes something else."""
+    found = node.meta.get("val") if isinstance(node, Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def tensor(node: object) -> torch.Tensor:
+    """The fake tensor that a node makes.
+
+    Raises:
+        Unproven: the node makes something else, or was not annotated.
+    """
+    found = value(node)
+    if found is None:
+        raise Unproven(f"{describe(node)} is not a tensor of known shape", node if isinstance(node, Node) else None)
+    return found
+
+
+def shape(node: object) -> tuple[Any, ...]:
+    """The shape, with symbolic sizes where they are dynamic."""
+    return tuple(tensor(node).shape)
+
+
+def is_float(node: object) -> bool:
+    found = value(node)
+    return found is not None and found.dtype in FLOATS
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for certain, without adding a guard."""
+    return bool(statically_known_true(a == b))
+
+
+def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    a, b = tuple(a), tuple(b)
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def numel(sizes: Iterable[Any]) -> Any:
+    total: Any = 1
+    for size in sizes:
+        total = total * size
+    return total
+
+
+def static(size: Any) -> int | None:
+    """A size as an int, or None if it is symbolic."""
+    return size if isinstance(size, int) else None
+
+
+def dim(node: Node, index: int, name: str, rank: int, default: int = 0) -> int:
+    """A dimension argument, made non-negative."""
+    found = arg(node, index, name, default)
+    return found + rank if found < 0 else found
+
+
+def describe(node: object) -> str:
+    """``aten.silu.default`` for a call, the name for a placeholder."""
+    if not isinstance(node, Node):
+        return repr(node)
+    return str(node.target) if node.op == "call_function" else f"{node.op} {node.name}"
+
+
+CASTS = (prims.convert_element_type, aten._to_copy)
+
+
+def is_cast(node: object) -> bool:
+    """A change of dtype that moves nothing and keeps the device."""
+    if calls(node, prims.convert_element_type):
+        return True
+    if calls(node, aten._to_copy):
+        assert isinstance(node, Node)
+        return set(node.kwargs) <= {"dtype", "memory_format", "layout", "pin_memory"}
+    return False
+
+
+def is_copy(node: object) -> bool:
+    """The same values in the same shape and dtype."""
+    return calls(node, aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy)
+
+
+def is_reshape(node: object) -> bool:
+    """The same elements in the same order under another shape."""
+    return calls(
+        node, aten.reshape, aten.view, aten._unsafe_view, aten.squeeze, aten.unsqueeze, aten.flatten, aten.unflatten
+    )
+
+
+def module_path(node: Node) -> str:
+    """``model.layers.3.mlp.experts``: the innermost module that made the node, or the node's own name."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return node.name
+    path, _ = list(stack.values())[-1]
+    path = re.sub(r"^L\['[^']*'\]\.?", "", str(path))
+    path = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", path)
+    return path.removeprefix("_orig_mod.").strip(".") or node.name
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+
+
+def source_location(node: Node) -> str | None:
+    """``modeling_minimax_m2.py:122 in forward: hidden_states = self.experts(...)``: the innermost line of model code."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    model_code = [f for f in frames if not re.search(r"/torch/(nn|_ops|functional)|/transformers/(integrations|utils|activations)", f["file"])]
+    for frame in reversed(model_code or frames):
+        name = frame["file"].replace("\\", "/").rsplit("/", 1)[-1]
+        return f"{name}:{frame['line']} in {frame['function']}: {frame['code'].strip()}"
+    return None
