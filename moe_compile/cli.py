@@ -1,0 +1,238 @@
+"""``moe-compile``: what was rewritten, what was not and why, from the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_compile._version import __version__
+from moe_compile.errors import (
+    BackendRefused,
+    FactoryError,
+    MissingPackage,
+    ModelFailed,
+    MoeCompileError,
+    OptionError,
+    RewriteRefused,
+    one_line,
+)
+from moe_compile.options import ACTIVATION_FORMATS, MOE_BACKENDS, CompileOptions
+from moe_compile.report import CompileReport
+
+OK, NOT_REWRITTEN, USAGE, FAILED = 0, 1, 2, 3
+_EXIT_CODES: tuple[tuple[type[MoeCompileError], int], ...] = (
+    (RewriteRefused, NOT_REWRITTEN),
+    (OptionError, USAGE),
+    (BackendRefused, USAGE),
+    (FactoryError, USAGE),
+    (MissingPackage, USAGE),
+    (MoeCompileError, FAILED),
+)
+# Typer carries its own copy of click since 0.20, so the base class of argument errors is asked for, not imported.
+_ArgumentError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+app = typer.Typer(
+    help="Fused MXFP8 mixture-of-experts for torch.compile: see what is rewritten, and what is not and why.",
+    epilog="Exit codes: 0 done; 1 nothing was rewritten, or a block was left alone under --strict; "
+    "2 wrong usage, such as an unknown option, factory or backend; 3 the factory or its model raised.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+MoeBackend = Annotated[
+    str | None, typer.Option(metavar="NAME", help=f"Kernels to use: {', '.join(MOE_BACKENDS)}. Default: auto.")
+]
+Activations = Annotated[
+    str | None, typer.Option(metavar="FORMAT", help=f"GEMM inputs: {', '.join(ACTIVATION_FORMATS)}. Default: auto.")
+]
+Inductor = Annotated[
+    bool | None,
+    typer.Option("--inductor/--no-inductor", help="Compile the rest with Inductor, or only trace it (fast)."),
+]
+Strict = Annotated[
+    bool | None, typer.Option("--strict/--no-strict", help="Fail if a block that looks like MoE is left alone.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+ShowTraceback = Annotated[bool, typer.Option("--traceback", help="Show the Python traceback of an error.")]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"moe-compile {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def demo(
+    moe_backend: MoeBackend = None,
+    activations: Activations = None,
+    inductor: Inductor = None,
+    strict: Strict = None,
+    show_traceback: ShowTraceback = False,
+) -> None:
+    r"""Build a tiny MiniMax-M3 with random weights, compile it, generate with it and measure its error.
+
+    Nothing is downloaded. Runs on the GPU if there is one. Needs transformers: pip install "moe_compile\[hf]".
+    """
+    from moe_compile.demo import print_demo
+
+    with _reported_errors(show_traceback):
+        options = _options(moe_backend, activations, inductor, strict)
+        result = print_demo(options, Console(), may_disable_inductor=inductor is None)
+        _exit_for(result.report, options)
+
+
+@app.command(
+    epilog="Exit codes: 0 at least one block was rewritten; 1 none was, or one was left alone under --strict; 2 the "
+    "factory does not exist or returns something else, or an option is wrong; 3 the factory or the model raised."
+)
+def explain(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            metavar="FACTORY",
+            help="file.py:function or package.module:function. Called without arguments, it returns a model with "
+            "dummy_inputs (any Hugging Face model), (model, kwargs) or (model, args, kwargs).",
+        ),
+    ],
+    moe_backend: MoeBackend = None,
+    activations: Activations = None,
+    inductor: Inductor = None,
+    strict: Strict = None,
+    as_json: Json = False,
+    show_traceback: ShowTraceback = False,
+) -> None:
+    """Compile the model that FACTORY returns, run it once, and say what happened to each expert block."""
+    from moe_compile.explain import explain_with
+    from moe_compile.factory import load_model_call
+
+    with _reported_errors(show_traceback):
+        options = _options(moe_backend, activations, inductor, strict)
+        # What the factory prints must not end up in the JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            call = load_model_call(factory)
+            try:
+                report = explain_with(options, call.model, call.args, dict(call.kwargs))
+            except MoeCompileError:
+                raise
+            except Exception as error:  # the user's model may raise anything
+                raise ModelFailed(f"the model of {factory!r} raised {one_line(error)}") from error
+        if as_json:
+            typer.echo(report.to_json())
+        else:
+            _print_report(report)
+        _exit_for(report, options)
+
+
+@app.command()
+def backends(as_json: Json = False) -> None:
+    """List every moe_backend in the order in which auto tries them: usable here or not, why, and what would help."""
+    from moe_compile import available_backends
+    from moe_compile.machine import gpus, versions
+
+    found = available_backends()
+    packages = {name: versions()[name] for name in ("torch", "triton", "aiter", "flydsl")}
+    if as_json:
+        listed = [
+            {
+                "name": backend.name,
+                "usable": backend.usable,
+                "rejections": [{"reason": r.reason, "remedy": r.remedy} for r in backend.rejections],
+            }
+            for backend in found
+        ]
+        typer.echo(json.dumps({"backends": listed, "gpus": gpus(), "versions": packages}, indent=2))
+        return
+    table = Table("moe_backend", "usable here", "why not", "what would help", show_lines=True)
+    for backend in found:
+        reasons = "\n".join(f"{r.reason}" for r in backend.rejections)
+        remedies = "\n".join(dict.fromkeys(r.remedy for r in backend.rejections if r.remedy))
+        table.add_row(*map(Text, (backend.name, "yes" if backend.usable else "no", reasons, remedies)))
+    console = _wide_console()
+    console.print(table)
+    first = next((backend.name for backend in found if backend.usable), "none")
+    console.print(Text(f"auto takes the first usable one that can run the block; on this machine: {first}"))
+    console.print(Text(f"GPU: {', '.join(gpus()) or 'none'}"))
+    for name, version in packages.items():
+        console.print(Text(f"{name}: {version}"))
+
+
+@app.command()
+def env() -> None:
+    """Print versions, GPU and environment variables, to paste into an issue."""
+    from moe_compile.machine import describe
+
+    typer.echo(describe())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script: run a command and exit with its code. Wrong arguments are one line on stderr, exit code 2."""
+    try:
+        code = app(arguments, prog_name="moe-compile", standalone_mode=False)
+    except _ArgumentError as error:
+        message = " ".join(str(error.format_message()).split()).removesuffix(".")  # type: ignore[attr-defined]
+        commands = ", ".join(command.callback.__name__ for command in app.registered_commands if command.callback)
+        typer.echo(f"moe-compile: {message}. Commands are {commands}; see moe-compile --help.", err=True)
+        code = USAGE
+    sys.exit(code or OK)
+
+
+def _options(
+    moe_backend: str | None, activations: str | None, inductor: bool | None, strict: bool | None
+) -> CompileOptions:
+    """The command line over the environment over the defaults."""
+    given: dict[str, Any] = {
+        "moe_backend": moe_backend,
+        "activations": activations,
+        "inductor": inductor,
+        "strict": strict,
+    }
+    return CompileOptions.parse({name: value for name, value in given.items() if value is not None})
+
+
+@contextlib.contextmanager
+def _reported_errors(show_traceback: bool) -> Iterator[None]:
+    """An error of ours becomes a line on stderr and its exit code."""
+    try:
+        yield
+    except MoeCompileError as error:
+        if show_traceback:
+            traceback.print_exception(error)
+        typer.echo(f"moe-compile: {str(error).removeprefix('moe_rocm: ')}", err=True)
+        raise typer.Exit(next(code for kind, code in _EXIT_CODES if isinstance(error, kind))) from None
+
+
+def _exit_for(report: CompileReport, options: CompileOptions) -> None:
+    if not report.rewritten or (options.strict and report.skipped):
+        raise typer.Exit(NOT_REWRITTEN)
+
+
+def _wide_console() -> Console:
+    """The terminal, or 160 columns where the output goes to a file or a pipe (rich would assume 80)."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def _print_report(report: CompileReport) -> None:
+    _wide_console().print(report)
