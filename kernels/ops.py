@@ -12,7 +12,7 @@ float8_e4m3fn weights come with their E8M0 scales and are used as they are.
 | topk_ids | (T, K) | int32 or int64; ids < 0 or >= E contribute zero |
 | topk_weights | (T, K) | any float |
 | gate_up_proj | (E, 2I, H); (E, H, 2I) if transposed; I instead of 2I if not gated | float, or float8_e4m3fn |
-| down_proj | (E, H, I); (E, I, H) if transposed | as gate_up_proj |
+| down_proj | (E, H, I); (E, I, H) if transposed | as gate_up_proj; float8 weights are never transposed |
 | gate_up_scale, down_scale | (E, N, ceil(K/32)) | uint8 or float8_e8m0fnu, with float8 weights only |
 | gate_up_bias, down_bias | (E, 2I), (E, H) | any float |
 | expert_map | (E_global,) global to local id, -1 for absent; topk_ids are then global | int32 or int64 |
@@ -143,8 +143,11 @@ def _packed(weights: Weights, spec: ExpertSpec) -> PackedExperts:
         assert down is not None
         layouts.repack_into(packed, spec, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
 
-    if weights[2] is not None and spec.gate_up_layout == "concatenated" and not spec.up_first:
-        if all(tensor is None or tensor.is_contiguous() for tensor in weights):
+    if weights[2] is not None:
+        gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = weights
+        assert gate_up is not None
+        assert down is not None
+        if layouts.copies_nothing(spec, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale):
             # Nothing is copied. The cache must not hold it: it would keep the model's own memory alive.
             return build(weights)
     layout = (spec.gate_up_layout, spec.up_first, spec.transposed, spec.gate.gated)
@@ -206,6 +209,8 @@ def _run(
 ) -> torch.Tensor:
     weights = (gate_up_proj, down_proj, gate_up_scale, down_scale, gate_up_bias, down_bias)
     _check(hidden_states, topk_ids, topk_weights, weights)
+    if transposed and gate_up_scale is not None:
+        raise ExpertInputError("transposed=True with block scales: MXFP8 weights are K-last, so transposed must be False")
     gate = GateFunction(activation, alpha, limit, limit_after, up_offset, gate_softcap, up_softcap, gated)
     spec = _spec(weights, topk_ids.shape[1], gate, gate_up_layout, up_first, transposed)
     if spec.hidden_size != hidden_states.shape[1]:
