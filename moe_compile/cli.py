@@ -99,7 +99,7 @@ def demo(
 
     with _reported_errors(show_traceback):
         options = _options(moe_backend, activations, inductor, strict)
-        result = print_demo(options, Console(), may_disable_inductor=inductor is None)
+        result = print_demo(options, _wide_console(), may_disable_inductor=inductor is None)
         _exit_for(result.report, options)
 
 
@@ -124,7 +124,6 @@ def explain(
     show_traceback: ShowTraceback = False,
 ) -> None:
     """Compile the model that FACTORY returns, run it once, and say what happened to each expert block."""
-    from moe_compile.explain import explain_with
     from moe_compile.factory import load_model_call
 
     with _reported_errors(show_traceback):
@@ -132,6 +131,9 @@ def explain(
         # What the factory prints must not end up in the JSON.
         with contextlib.redirect_stdout(sys.stderr):
             call = load_model_call(factory)
+            # Here, because it imports Inductor: a mistake in FACTORY is answered without that wait.
+            from moe_compile.explain import explain_with
+
             try:
                 report = explain_with(options, call.model, call.args, dict(call.kwargs))
             except MoeCompileError:
