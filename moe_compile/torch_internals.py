@@ -18,6 +18,7 @@ from moe_compile.errors import MoeCompileError
 try:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import ShortenTraceback
+    from torch._dynamo.utils import counters
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._guards import TracingContext
     from torch._inductor import config as inductor_config
@@ -47,6 +48,7 @@ __all__ = [
     "GraphPassBase",
     "aot_compile",
     "fake_mode_of",
+    "graph_breaks",
     "inductor_compile",
     "is_inference_graph",
     "mode_patches",
@@ -152,6 +154,11 @@ def real_tensors() -> Iterator[None]:
     """Compute with real tensors inside of a compile, where a fake mode is active."""
     with _disable_current_modes():
         yield
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often Dynamo broke a graph in this process, by reason."""
+    return dict(counters["graph_break"])
 
 
 @contextlib.contextmanager

@@ -16,11 +16,10 @@ from torch.fx import Graph, Node
 
 from moe_compile.passes import match_batched_mm, match_grouped_mm
 from moe_compile.passes.expert_gemm import ExpertGemm
-from moe_compile.passes.fx_utils import Unproven, module_path, same, same_shape, shape, source_location, static, tensor
+from moe_compile.passes.fx_utils import Unproven, is_float, module_path, same, same_shape, shape, source_location, static, tensor, value
 from moe_compile.passes.gate_function import GateMatch, match_gate_function
 from moe_compile.passes.row_provenance import (
     ROW,
-    Clamp,
     Expr,
     InversePerm,
     Load,
@@ -32,6 +31,7 @@ from moe_compile.passes.row_provenance import (
     floor_div,
     is_bijection,
     sort_input,
+    without_clamp,
 )
 from moe_compile.passes.weighted_sum import WeightedSum, match_weighted_sum
 from moe_compile.spec import ExpertSpec
@@ -104,7 +104,7 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
     misses = [
         (gemm.node, _near_miss(gemm.node, gemm.form, problem))
         for gemm, problem in failures
-        if gemm.node not in used and not _is_up_projection(gemm, failures)
+        if gemm.node not in used and not _is_up_projection(gemm, failures, provenance)
     ]
     misses += [(node, _near_miss(node, form, problem)) for node, form, problem in failed if node not in used]
     for node, miss in misses:
@@ -113,23 +113,27 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
     return _one_miss_a_block([results[node] for node in sorted(results, key=order.__getitem__)])
 
 
-def _is_up_projection(gemm: ExpertGemm, failures: list[tuple[ExpertGemm, Unproven]]) -> bool:
-    """Whether another failure of the same module tells more: a down projection that starts from this one."""
-    return any(
-        other is not gemm and problem.reason != _NO_PROJECTION and _reaches(gemm.node, other.x)
-        for other, problem in failures
-    )
+def _is_up_projection(gemm: ExpertGemm, failures: list[tuple[ExpertGemm, Unproven]], provenance: RowProvenance) -> bool:
+    """Whether the failure of a down projection behind this one tells more than this one's own."""
+    return any(other is not gemm and _starts_from(other, gemm, provenance) for other, _ in failures)
 
 
-_NO_PROJECTION = "no expert projection leads to the input of this one"
-
-
-def _reaches(start: Node, end: Node, depth: int = 40) -> bool:
-    frontier = {end}
-    for _ in range(depth):
-        if start in frontier:
+def _starts_from(down: ExpertGemm, up: ExpertGemm, provenance: RowProvenance) -> bool:
+    """Whether ``down`` reads the result of ``up`` through anything that keeps one row a slot."""
+    stack, seen = [down.x], set()
+    while stack:
+        node = stack.pop()
+        if node is up.node:
             return True
-        frontier = {source for node in frontier for source in node.all_input_nodes}
+        found = value(node)
+        if node in seen or node.op != "call_function" or (found is None and node.meta.get("val") is None):
+            continue
+        seen.add(node)
+        if found is not None and (not is_float(node) or provenance.rows(node).index != ROW):
+            continue  # routing, or the gather of the hidden states
+        if found is not None and not (found.dim() >= 2 and same(found.shape[0], shape(down.x)[0])):
+            continue
+        stack.extend(node.all_input_nodes)
     return False
 
 
@@ -276,9 +280,7 @@ def _check_bias(bias: Rows | None, rows: Expr, ids: Node, slot: Expr, gemm: Expe
     if bias is None:
         return None
     index = compose(bias.index, rows)
-    if isinstance(index, Clamp) and index.low in (None, 0) and index.high in (None, gemm.num_experts - 1):
-        index = index.inner
-    if index != Load(ids, slot):
+    if without_clamp(index, gemm.num_experts) != Load(ids, slot):
         raise Unproven("the bias is read at other ids than the weight", bias.base)
     if not same_shape(shape(bias.base), (gemm.num_experts, gemm.out_features)):
         raise Unproven(f"the bias has shape {tuple(shape(bias.base))}", bias.base)

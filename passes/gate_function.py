@@ -157,7 +157,7 @@ def _collect(result: Node, gemms: dict[Node, ExpertGemm], provenance: RowProvena
         if node.op != "call_function":
             raise Unproven(f"the down projection's input depends on {describe(node)}, which is not the up projection", node)
         seen.add(node)
-        masked = provenance.masked_source(node) if calls(node, aten.where.self) else None
+        masked = provenance.masked_source(node)
         if masked is not None:
             skipped[node], mask = masked
             masks.append(mask)

@@ -25,7 +25,7 @@ from moe_compile.passes.fx_utils import (
     same_shape,
     shape,
 )
-from moe_compile.passes.row_provenance import Clamp, Expr, RowProvenance
+from moe_compile.passes.row_provenance import RowProvenance, without_clamp
 
 FORM = "batched_mm"
 
@@ -113,7 +113,7 @@ def match(node: Node, provenance: RowProvenance) -> ExpertGemm:
         # (S, N, K) on the left is the (E, N, K) layout; (S, K, N) on the right is the transposed one.
         transposed=(not weight_first) ^ swapped,
         grouping="listed",
-        expert=_clamped_ids(provenance.element(ids), int(shape(placeholder)[0])),
+        expert=without_clamp(provenance.element(ids), int(shape(placeholder)[0])),
         interior=(*between, gather, *x_nodes, *_product_nodes(node), node, *tail),
         form=FORM,
     )
@@ -134,13 +134,6 @@ def _product_nodes(node: Node) -> list[Node]:
     product = node.args[0]
     assert isinstance(product, Node)
     return [product, *(factor for factor in product.args if isinstance(factor, Node))]
-
-
-def _clamped_ids(ids: Expr, num_experts: int) -> Expr:
-    """Ids without a clamp into [0, E), which changes sentinel ids alone (their rows count as zero)."""
-    if isinstance(ids, Clamp) and ids.low in (None, 0) and ids.high in (None, num_experts - 1):
-        return ids.inner
-    return ids
 
 
 def _matrix_of_rows(vectors: Node) -> tuple[Node, list[Node]]:

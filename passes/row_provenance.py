@@ -131,6 +131,13 @@ def compose(outer: Expr, inner: Expr) -> Expr:
     return Clamp(outer.low, outer.high, compose(outer.inner, inner))
 
 
+def without_clamp(ids: Expr, num_experts: int) -> Expr:
+    """Expert ids without clamps into [0, E), which change sentinel ids alone (and their slots count as zero)."""
+    while isinstance(ids, Clamp) and ids.low in (None, 0) and ids.high in (None, num_experts - 1):
+        ids = ids.inner
+    return ids
+
+
 def is_bijection(expr: Expr) -> bool:
     """Whether the expression visits every row exactly once."""
     while isinstance(expr, Perm | InversePerm):
@@ -184,7 +191,7 @@ class RowProvenance:
 
     def _element(self, node: Node) -> Expr | None:
         source = node.args[0] if node.args else None
-        if calls(node, aten.where.self) and is_float(node):
+        if calls(node, aten.where.self, aten.masked_fill) and is_float(node):
             masked = self.masked_source(node)
             if masked is None or not same_shape(shape(masked[0]), shape(node)):
                 return None
@@ -290,7 +297,7 @@ class RowProvenance:
             return self.rows(source).at(gathered)
         if is_copy(node):
             return self.rows(source)
-        if calls(node, aten.where.self):
+        if calls(node, aten.where.self, aten.masked_fill):
             masked = self.masked_source(node)
             if masked is None or not same_shape(shape(masked[0]), shape(node)):
                 return Rows(node)
@@ -315,8 +322,13 @@ class RowProvenance:
         return ROW
 
     def masked_source(self, node: Node) -> tuple[Node, Mask] | None:
-        """``(x, mask)`` of ``where(ids >= E, 0, x)`` with one id a row: sentinel rows set to zero."""
-        condition, zero, source = node.args
+        """``(x, mask)`` of ``where(ids >= E, 0, x)`` or ``masked_fill``, with one id a row: sentinel rows set to zero."""
+        if calls(node, aten.masked_fill):
+            source, condition, zero = node.args
+        elif calls(node, aten.where.self):
+            condition, zero, source = node.args
+        else:
+            return None
         if not isinstance(source, Node) or not isinstance(condition, Node) or not is_zero(zero):
             return None
         mask = self._sentinel_mask(condition)

@@ -130,11 +130,10 @@ def _step(walk: _Walk, user: Node, provenance: RowProvenance) -> None:
     if calls(user, aten.mul.Tensor):
         _weight(walk, user, provenance)
         return
-    if calls(user, aten.where.self):
-        masked = provenance.masked_source(user)
-        if masked is not None and masked[0] is node and same_shape(shape(user), shape(node)):
-            walk.masks.append(masked[1])
-            return
+    masked = provenance.masked_source(user)
+    if masked is not None and masked[0] is node and same_shape(shape(user), shape(node)):
+        walk.masks.append(masked[1])
+        return
     if calls(user, aten.add.Tensor):
         bias = bias_operand(user, provenance)
         if bias is not None and bias[0] is node:

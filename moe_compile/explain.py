@@ -1,0 +1,78 @@
+"""``explain``: compile once without caches, run once, and say what happened to every expert block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moe_compile import packed_weights, report
+from moe_compile.backend import moe_rocm
+from moe_compile.options import CompileOptions
+from moe_compile.report import CompileReport
+from moe_compile.torch_internals import graph_breaks, without_caches
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
+    """What ``torch.compile(model, backend="moe_rocm")`` does to ``model(*args, **kwargs)``, block by block.
+
+    The model is compiled from scratch and called once under ``torch.no_grad()``. Options come from the environment
+    (``MOE_COMPILE_MOE_BACKEND`` and so on).
+
+    Args:
+        model: a module or function; of a compiled one the original is taken.
+
+    Raises:
+        OptionError, BackendRefused, RewriteRefused (each a ValueError): as compiling it would.
+    """
+    return explain_with(CompileOptions.parse(), model, args, kwargs)
+
+
+def explain_with(
+    options: CompileOptions, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> CompileReport:
+    """:func:`explain` with explicit options."""
+    original = getattr(model, "_orig_mod", model)
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "mode"}
+
+    # A new function each time: Dynamo never takes code that it compiled for another backend.
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return moe_rocm(gm, example_inputs, options=given, mode=options.mode)
+
+    before = graph_breaks()
+    compiled = torch.compile(original, backend=backend)
+    with report.collecting() as found, without_caches(), torch.no_grad():
+        compiled(*args, **kwargs)
+    merged = report.merge(found)
+    breaks = {reason: n - before.get(reason, 0) for reason, n in graph_breaks().items() if n > before.get(reason, 0)}
+    for note in _notes(original, breaks, merged):
+        merged = report.with_note(merged, note)
+    return merged
+
+
+def _notes(model: object, breaks: Mapping[str, int], merged: CompileReport) -> list[str]:
+    notes = []
+    if breaks:
+        reasons = "; ".join(reason.strip().splitlines()[0] for reason in breaks)
+        notes.append(f"{sum(breaks.values())} graph breaks split the model into {merged.graphs} graphs: {reasons}")
+    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if implementation == "eager":
+        notes.append(
+            "the model uses experts_implementation='eager', whose data-dependent loop Dynamo cannot capture; "
+            "load it with experts_implementation='grouped_mm' or call model.set_experts_implementation('grouped_mm')"
+        )
+    return notes
+
+
+def refresh(model: torch.nn.Module) -> int:
+    """Pack again, in place, the expert weights of ``model`` that have been packed; returns how many packs were rebuilt.
+
+    Only for changes that PyTorch does not count: edits through ``.data``, and changes made before replaying a CUDA
+    graph that was captured by hand. ``load_state_dict``, optimizers and in-place operators need no call.
+
+    Raises:
+        PackedWeightsError: only some of the tensors of one pack belong to ``model``.
+    """
+    return packed_weights.refresh([*model.parameters(), *model.buffers()])
