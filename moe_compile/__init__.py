@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moe_compile._version import __version__
 
 if TYPE_CHECKING:
-    from moe_compile.explain import explain, refresh
+    from moe_compile.explanation import explain, refresh
     from moe_compile.kernels.registry import available_backends
     from moe_compile.report import CompileReport, LayerReport, reports
 
@@ -19,8 +19,8 @@ __all__ = ["CompileReport", "LayerReport", "__version__", "available_backends", 
 
 # Found on first use: importing the package must not import Inductor, which takes a second and half a gigabyte.
 _WHERE = {
-    "explain": "moe_compile.explain",
-    "refresh": "moe_compile.explain",
+    "explain": "moe_compile.explanation",
+    "refresh": "moe_compile.explanation",
     "available_backends": "moe_compile.kernels.registry",
     "CompileReport": "moe_compile.report",
     "LayerReport": "moe_compile.report",

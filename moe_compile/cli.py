@@ -132,7 +132,7 @@ def explain(
         with contextlib.redirect_stdout(sys.stderr):
             call = load_model_call(factory)
             # Here, because it imports Inductor: a mistake in FACTORY is answered without that wait.
-            from moe_compile.explain import explain_with
+            from moe_compile.explanation import explain_with
 
             try:
                 report = explain_with(options, call.model, call.args, dict(call.kwargs))

@@ -32,7 +32,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Explain], None]:
     """Replaces the function behind `moe-compile explain`."""
 
     def install(explain_with: Explain) -> None:
-        monkeypatch.setattr(importlib.import_module("moe_compile.explain"), "explain_with", explain_with)
+        monkeypatch.setattr(importlib.import_module("moe_compile.explanation"), "explain_with", explain_with)
 
     return install
 

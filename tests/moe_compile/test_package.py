@@ -39,7 +39,7 @@ def test_the_public_names() -> None:
 
 def test_importing_the_submodule_explain_does_not_hide_the_function() -> None:
     code = (
-        "import sys, moe_compile, moe_compile.explain; from moe_compile.explain import explain_with;"
+        "import sys, moe_compile, moe_compile.explanation; from moe_compile.explanation import explain_with;"
         "print(type(moe_compile.explain).__name__)"
     )
     assert python(code) == "function\n"
