@@ -23,9 +23,9 @@ from moe_compile.errors import (
     MoeCompileError,
     OptionError,
     RewriteRefused,
-    one_line,
 )
 from moe_compile.options import ACTIVATION_FORMATS, MOE_BACKENDS, CompileOptions
+from moe_compile.quiet import one_line, without_torch_noise
 from moe_compile.report import CompileReport
 
 OK, NOT_REWRITTEN, USAGE, FAILED = 0, 1, 2, 3
@@ -135,7 +135,8 @@ def explain(
             from moe_compile.explanation import explain_with
 
             try:
-                report = explain_with(options, call.model, call.args, dict(call.kwargs))
+                with without_torch_noise(quiet=not show_traceback):
+                    report = explain_with(options, call.model, call.args, call.kwargs)
             except MoeCompileError:
                 raise
             except Exception as error:  # the user's model may raise anything
@@ -221,8 +222,10 @@ def _reported_errors(show_traceback: bool) -> Iterator[None]:
     except MoeCompileError as error:
         if show_traceback:
             traceback.print_exception(error)
-        typer.echo(f"moe-compile: {str(error).removeprefix('moe_rocm: ')}", err=True)
-        raise typer.Exit(next(code for kind, code in _EXIT_CODES if isinstance(error, kind))) from None
+        code = next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+        hint = " (--traceback shows where)" if code == FAILED and not show_traceback else ""
+        typer.echo(f"moe-compile: {str(error).removeprefix('moe_rocm: ')}{hint}", err=True)
+        raise typer.Exit(code) from None
 
 
 def _exit_for(report: CompileReport, options: CompileOptions) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +16,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from moe_compile.errors import MissingPackage, ModelFailed, MoeCompileError, one_line
+from moe_compile.errors import MissingPackage, ModelFailed, MoeCompileError
 from moe_compile.kernels.mxfp8 import dequantize, quantize
 from moe_compile.machine import cpp_compiler
 from moe_compile.options import CompileOptions
+from moe_compile.quiet import one_line, without_torch_noise
 from moe_compile.report import CompileReport, collecting, merge
 from moe_compile.torch_internals import without_caches
 
@@ -78,13 +78,12 @@ def run_demo(options: CompileOptions, step: Callable[[str], None]) -> DemoResult
     yardstick = with_mxfp8_experts(model)
 
     # The caches are off because a graph that comes out of one is not looked at again: the report would be empty.
-    with torch.no_grad(), without_caches(), warnings.catch_warnings(), collecting() as reports:
-        warnings.filterwarnings("ignore", message=".*functools.lru_cache.*")
-        warnings.filterwarnings("ignore", message=".*force disabled by.*force_disable_caches")
+    with torch.no_grad(), without_caches(), without_torch_noise(), collecting() as reports:
         step("running the original model")
         expected, rounded = model(prompt).logits, yardstick(prompt).logits
         step("compiling for the prompt: backend='moe_rocm'")
-        logits = torch.compile(model, backend="moe_rocm", options=_as_dict(options))(prompt).logits
+        compiled: Any = torch.compile(model, backend="moe_rocm", options=_as_dict(options))
+        logits = compiled(prompt).logits
         step(f"compiling for decoding and generating {NEW_TOKENS} tokens")
         tokens = generate(model, prompt, options)
     return DemoResult(

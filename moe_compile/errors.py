@@ -47,9 +47,3 @@ def nearest(value: str, choices: Iterable[str]) -> str:
     by_lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(value.lower(), list(by_lower), n=1, cutoff=0.5)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
-
-
-def one_line(error: BaseException) -> str:
-    """``ValueError: text``, however many lines the error's text has."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from moe_compile.errors import FactoryError, ModelFailed, nearest, one_line
+from moe_compile.errors import FactoryError, ModelFailed, nearest
+from moe_compile.quiet import one_line
 
 RETURNS = "a torch.nn.Module, (model, kwargs) or (model, args, kwargs)"
 

@@ -224,7 +224,8 @@ class TestExplain:
         text = str(error).removeprefix("moe_rocm: ")
         if not isinstance(error, MoeCompileError):
             text = f"the model of '{factory}' raised TypeError: forward() got an unexpected keyword"
-        assert err == f"printed by the factory\nmoe-compile: {text}\n"
+        hint = " (--traceback shows where)" if expected == 3 else ""
+        assert err == f"printed by the factory\nmoe-compile: {text}{hint}\n"
 
     @pytest.mark.parametrize(
         ("arguments", "expected", "message"),
@@ -264,6 +265,59 @@ class TestExplain:
         assert "Traceback (most recent call last)" in err
         assert "model.py\", line 6, in fail\n    raise RuntimeError('no weights')" in err
         assert err.endswith(f"moe-compile: factory '{failing}' raised RuntimeError: no weights\n")
+
+
+@pytest.mark.hf
+class TestExplainForReal:
+    """On the model of an example, without Inductor."""
+
+    FACTORY = f"{Path(__file__).parents[2]}/examples/compile_hf_model.py:tiny_minimax_m2"
+
+    def test_every_block_is_rewritten(self) -> None:
+        code, out, _ = run("explain", self.FACTORY, "--no-inductor", "--moe-backend", "reference", "--strict", "--json")
+        assert code == 0
+        data = json.loads(out)
+        assert [layer["name"] for layer in data["layers"]] == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
+        assert {(layer["form"], layer["moe_backend"]) for layer in data["layers"]} == {("grouped_mm", "reference")}
+        assert data["layers"][0]["spec"]["hidden_size"] == 128
+
+    def test_a_backend_that_cannot_run_is_refused_with_every_reason(self) -> None:
+        code, out, err = run("explain", self.FACTORY, "--no-inductor", "--moe-backend", "aiter")
+        assert (code, out) == (2, "")
+        assert "moe-compile: moe_backend='aiter' cannot run this expert block (H128 I64 E8 k2, silu, " in err
+        assert "\n  - this version of moe_compile has no AITER adapter yet\n" in err
+        assert "Traceback" not in err
+
+    def test_a_model_whose_call_fails(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.py"
+        path.write_text(
+            "import torch\ndef make(): return torch.nn.Linear(3, 4), {'input': torch.ones(1, 5)}\n",
+        )
+        code, out, err = run("explain", f"{path}:make", "--no-inductor")
+        assert (code, out) == (3, "")
+        assert err.startswith(f"moe-compile: the model of '{path}:make' raised ")
+        assert "must have same reduction dim, but got [1, 5] X [3, 4]" in err
+        assert err.endswith(" (--traceback shows where)\n")
+        assert err.count("\n") == 1
+
+    def test_a_model_without_experts(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.py"
+        path.write_text(
+            "import torch\ndef make(): return torch.nn.Linear(3, 4), {'input': torch.ones(1, 3)}\n",
+        )
+        code, out, err = run("explain", f"{path}:make", "--no-inductor")
+        assert (code, out, err) == (1, "moe_rocm: no expert blocks found\n", "")
+
+    def test_eager_experts_are_pointed_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.py"
+        example, _, name = self.FACTORY.rpartition(":")
+        path.write_text(
+            f"import sys\nsys.path.append({os.path.dirname(example)!r})\nfrom {Path(example).stem} import {name}\n"
+            f"def make():\n    model = {name}()\n    model.set_experts_implementation('eager')\n    return model\n"
+        )
+        code, out, _ = run("explain", f"{path}:make", "--no-inductor")
+        assert code == 1
+        assert "load it with experts_implementation='grouped_mm'" in " ".join(out.split())
 
 
 class TestBackends:

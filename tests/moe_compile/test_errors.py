@@ -29,15 +29,3 @@ def test_every_error_is_a_moe_compile_error_and_a_builtin_one() -> None:
     for error in public:
         assert issubclass(error, errors.MoeCompileError), error
         assert issubclass(error, ValueError | RuntimeError | ImportError), error
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ValueError("two\n  lines"), "ValueError: two lines"),
-        (KeyError("x"), "KeyError: 'x'"),
-        (ZeroDivisionError(), "ZeroDivisionError"),
-    ],
-)
-def test_one_line(error: Exception, text: str) -> None:
-    assert errors.one_line(error) == text
