@@ -233,7 +233,7 @@ class TestExplain:
             (["nowhere.py:make"], 2, "FACTORY: there is no file 'nowhere.py'"),
             (["no_such_module:make"], 2, "there is no module 'no_such_module'"),
             (["nothing"], 2, "FACTORY 'nothing' is not of the form file.py:function or package.module:function"),
-            (["{folder}/model.py:maake"], 2, "has no function 'maake'. Functions in it are fail, make. Did you mean"),
+            (["{folder}/model.py:maker"], 2, "has no function 'maker'. Functions in it are fail, make. Did you mean"),
             (["{folder}/model.py:fail"], 3, "raised RuntimeError: no weights"),
             (["{folder}/model.py:torch"], 2, "torch is not a function but module"),
             (["x.py:y", "--moe-backend", "tritn"], 2, "option moe_backend='tritn' is not valid. Choices are auto, "),
