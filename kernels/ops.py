@@ -22,8 +22,9 @@ The keyword arguments spell out a :class:`moe_compile.spec.GateFunction`, the we
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +33,7 @@ from moe_compile.errors import ExpertInputError
 from moe_compile.kernels import layouts, reference
 from moe_compile.kernels.packed import PackedExperts
 from moe_compile.spec import ExpertSpec, GateFunction
+from moe_compile.torch_internals import OpOverload
 
 SCHEMA = (
     "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor gate_up_proj, Tensor down_proj, "
@@ -50,19 +52,21 @@ def _triton_kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
     # Imported on first use: `import moe_compile` works, and names the problem, where Triton is missing.
     from moe_compile.kernels.triton.experts import experts
 
-    return experts(*args, **kwargs)
+    out: torch.Tensor = experts(*args, **kwargs)
+    return out
 
 
 def _reference_kernel(*args: Any, activations: str, **kwargs: Any) -> torch.Tensor:
-    return reference.experts(*args, activations="bf16" if activations == "auto" else activations, **kwargs)
+    out: torch.Tensor = reference.experts(*args, activations="bf16" if activations == "auto" else activations, **kwargs)
+    return out
 
 
 KERNELS: dict[str, Kernel] = {"reference": _reference_kernel, "triton": _triton_kernel}
 
 
-def operator(backend: str) -> torch._ops.OpOverload:
+def operator(backend: str) -> OpOverload:
     """The operator of one backend, such as ``torch.ops.moe_compile.triton_experts.default``."""
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), f"{backend}_experts").default
+    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), f"{backend}_experts").default
     return overload
 
 
@@ -106,14 +110,45 @@ _DEFAULTS: dict[str, Any] = {
     "out_dtype": None,
 }
 
-Weights = tuple[torch.Tensor | None, ...]  # gate_up_proj, down_proj, their scales, their biases
+
+class Weights(NamedTuple):
+    """The tensors of one block's weights, as the operators take them."""
+
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, sources: packed_weights.Sources) -> Weights:
+        return cls(*sources)  # type: ignore[arg-type]  # sources are the fields of a Weights
 
 
-def _spec(weights: Weights, top_k: int, gate: GateFunction, layout: str, up_first: bool, transposed: bool) -> ExpertSpec:
-    gate_up, down, *_ = weights
-    assert gate_up is not None
-    assert down is not None
-    num_experts, hidden, intermediate = down.shape
+def _build(spec: ExpertSpec, sources: packed_weights.Sources) -> PackedExperts:
+    return layouts.pack_experts(spec, **Weights.of(sources)._asdict())
+
+
+def _rebuild(spec: ExpertSpec, packed: PackedExperts, sources: packed_weights.Sources) -> None:
+    layouts.repack_into(packed, spec, **Weights.of(sources)._asdict())
+
+
+def _packed(weights: Weights, spec: ExpertSpec) -> PackedExperts:
+    """The canonical MXFP8 form: without a copy if the weights are in it already, else from the cache."""
+    if weights.gate_up_scale is not None and layouts.copies_nothing(spec, **weights._asdict()):
+        # The cache must not hold it: it would keep the model's own memory alive.
+        return _build(spec, weights)
+    layout = (spec.gate_up_layout, spec.up_first, spec.transposed, spec.gate.gated)
+    packing = packed_weights.Packing(layout, functools.partial(_build, spec), functools.partial(_rebuild, spec))
+    packed: PackedExperts = packed_weights.lookup(weights, packing)
+    return packed
+
+
+def _spec(
+    weights: Weights, top_k: int, gate: GateFunction, layout: str, up_first: bool, transposed: bool
+) -> ExpertSpec:
+    num_experts, hidden, intermediate = weights.down_proj.shape
     if transposed:
         hidden, intermediate = intermediate, hidden
     return ExpertSpec(
@@ -128,33 +163,16 @@ def _spec(weights: Weights, top_k: int, gate: GateFunction, layout: str, up_firs
     )
 
 
-def _packed(weights: Weights, spec: ExpertSpec) -> PackedExperts:
-    """The canonical MXFP8 form: without a copy if the weights are in it already, else from the cache."""
-
-    def build(sources: Weights) -> PackedExperts:
-        gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = sources
-        assert gate_up is not None
-        assert down is not None
-        return layouts.pack_experts(spec, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
-
-    def rebuild(packed: PackedExperts, sources: Weights) -> None:
-        gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = sources
-        assert gate_up is not None
-        assert down is not None
-        layouts.repack_into(packed, spec, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
-
-    if weights[2] is not None:
-        gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = weights
-        assert gate_up is not None
-        assert down is not None
-        if layouts.copies_nothing(spec, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale):
-            # Nothing is copied. The cache must not hold it: it would keep the model's own memory alive.
-            return build(weights)
-    layout = (spec.gate_up_layout, spec.up_first, spec.transposed, spec.gate.gated)
-    return packed_weights.lookup(weights, layout, build, rebuild)
-
-
-def _check(hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, weights: Weights) -> None:
+def _check(
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: Weights,
+    expert_map: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    transposed: bool,
+) -> None:
+    """What every kernel relies on. The shapes and dtypes of the weights are checked where they are packed."""
     if hidden_states.dim() != 2:
         raise ExpertInputError(f"hidden_states must be (T, H), got shape {tuple(hidden_states.shape)}")
     if topk_ids.dim() != 2 or topk_ids.shape[0] != hidden_states.shape[0]:
@@ -171,13 +189,34 @@ def _check(hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: to
         raise ExpertInputError(
             f"hidden_states and topk_weights must be floating point, got {hidden_states.dtype}, {topk_weights.dtype}"
         )
-    gate_up, down = weights[:2]
-    assert gate_up is not None
-    assert down is not None
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise ExpertInputError(f"out_dtype must be floating point, got {out_dtype}")
+    gate_up, down = weights.gate_up_proj, weights.down_proj
     if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[0] != down.shape[0]:
         raise ExpertInputError(
-            f"gate_up_proj and down_proj must be 3-D with one number of experts, got {tuple(gate_up.shape)}, {tuple(down.shape)}"
+            "gate_up_proj and down_proj must be 3-D with one number of experts, "
+            f"got {tuple(gate_up.shape)}, {tuple(down.shape)}"
         )
+    if (weights.gate_up_scale is None) != (weights.down_scale is None):
+        raise ExpertInputError("gate_up_scale and down_scale must be given together: MXFP8 weights have both")
+    if transposed and weights.gate_up_scale is not None:
+        raise ExpertInputError(
+            "transposed=True with block scales: MXFP8 weights are K-last, so transposed must be False"
+        )
+    hidden = down.shape[2 if transposed else 1]
+    if hidden != hidden_states.shape[1]:
+        raise ExpertInputError(
+            f"hidden_states has H={hidden_states.shape[1]}, but the weights have H={hidden} "
+            f"(down_proj {tuple(down.shape)}, transposed={transposed})"
+        )
+    if expert_map is not None and (expert_map.dim() != 1 or expert_map.dtype not in (torch.int32, torch.int64)):
+        raise ExpertInputError(
+            f"expert_map must be (E_global,) int32 or int64, got {expert_map.dtype} {tuple(expert_map.shape)}"
+        )
+    others = {"topk_ids": topk_ids, "topk_weights": topk_weights, "expert_map": expert_map, **weights._asdict()}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != hidden_states.device:
+            raise ExpertInputError(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
 
 
 def _run(
@@ -207,28 +246,24 @@ def _run(
     activations: str = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    weights = (gate_up_proj, down_proj, gate_up_scale, down_scale, gate_up_bias, down_bias)
-    _check(hidden_states, topk_ids, topk_weights, weights)
-    if transposed and gate_up_scale is not None:
-        raise ExpertInputError("transposed=True with block scales: MXFP8 weights are K-last, so transposed must be False")
-    gate = GateFunction(activation, alpha, limit, limit_after, up_offset, gate_softcap, up_softcap, gated)
-    spec = _spec(weights, topk_ids.shape[1], gate, gate_up_layout, up_first, transposed)
-    if spec.hidden_size != hidden_states.shape[1]:
-        raise ExpertInputError(
-            f"hidden_states has H={hidden_states.shape[1]}, but the weights have H={spec.hidden_size} "
-            f"(down_proj {tuple(down_proj.shape)}, transposed={transposed})"
-        )
-    packed = _packed(weights, spec)
-    return kernel(
+    weights = Weights(gate_up_proj, down_proj, gate_up_scale, down_scale, gate_up_bias, down_bias)
+    _check(hidden_states, topk_ids, topk_weights, weights, expert_map, out_dtype, transposed)
+    try:
+        gate = GateFunction(activation, alpha, limit, limit_after, up_offset, gate_softcap, up_softcap, gated)
+        spec = _spec(weights, topk_ids.shape[1], gate, gate_up_layout, up_first, transposed)
+    except ValueError as error:
+        raise ExpertInputError(str(error)) from None
+    out = kernel(
         hidden_states,
         topk_ids,
         topk_weights,
-        packed,
+        _packed(weights, spec),
         gate,
         expert_map=expert_map,
         activations=activations,
         out_dtype=out_dtype or hidden_states.dtype,
     )
+    return out.contiguous()  # as the fake says, whatever the strides of hidden_states
 
 
 def _fake(hidden_states: torch.Tensor, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
@@ -238,22 +273,22 @@ def _fake(hidden_states: torch.Tensor, *args: Any, out_dtype: torch.dtype | None
 
 def _no_gradient(ctx: Any, *grads: Any) -> Sequence[Any]:
     raise NotImplementedError(
-        "the moe_compile expert operators have no gradient. Models compiled with backend='moe_rocm' while gradients are "
-        "enabled keep their original experts; call the operators themselves under torch.no_grad()."
+        "the moe_compile expert operators have no gradient. Models compiled with backend='moe_rocm' while gradients "
+        "are enabled keep their original experts; call the operators themselves under torch.no_grad()."
     )
 
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 def _define(backend: str, kernel: Kernel) -> None:
     name = f"{backend}_experts"
-    _library.define(name + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(name + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         return _run(kernel, *args, **kwargs)
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=_library)
     torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_gradient, lib=_library)
 

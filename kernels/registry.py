@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from moe_compile.errors import BackendRefused
 from moe_compile.options import CompileOptions
 from moe_compile.selection import AUTO_ORDER, Rejection
 from moe_compile.spec import ExpertSpec
@@ -97,6 +98,27 @@ BACKENDS: dict[str, KernelBackend] = {
 assert tuple(BACKENDS) == AUTO_ORDER
 
 
+def refuse_hopeless_choice(options: CompileOptions, machine: Sequence[Target], capabilities: Capabilities) -> None:
+    """Refuse an explicit ``moe_backend`` that no device of this machine can run, whatever the block.
+
+    Args:
+        machine: the targets here, the preferred one first; the message gives its reasons.
+
+    Raises:
+        BackendRefused (a ValueError): with every reason.
+    """
+    if options.moe_backend == "auto":
+        return
+    backend = BACKENDS[options.moe_backend]
+    reasons = [backend.rejections(None, target, capabilities, options) for target in machine]
+    if all(reasons):
+        lines = "".join(f"\n  - {r.reason}" + (f" ({r.remedy})" if r.remedy else "") for r in reasons[0])
+        raise BackendRefused(
+            f"moe_rocm: moe_backend={backend.name!r} cannot run on this machine ({machine[0].arch}):{lines}\n"
+            "Choose another moe_backend, or 'auto' for the first that can."
+        )
+
+
 @dataclass(frozen=True)
 class BackendAvailability:
     """One backend on one machine: ``usable`` if ``rejections`` is empty."""
@@ -120,6 +142,8 @@ def available_backends(spec: ExpertSpec | None = None, device: torch.device | No
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, capabilities = Target.of(device), Capabilities.detect()
     return [
-        BackendAvailability(name, tuple(backend.rejections(spec, target, capabilities, CompileOptions(moe_backend=name))))
+        BackendAvailability(
+            name, tuple(backend.rejections(spec, target, capabilities, CompileOptions(moe_backend=name)))
+        )
         for name, backend in BACKENDS.items()
     ]

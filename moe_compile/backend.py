@@ -13,7 +13,14 @@ from moe_compile.errors import MoeCompileError, OptionError
 from moe_compile.options import CompileOptions
 from moe_compile.passes.fusion_pass import MoEFusionPass
 from moe_compile.report import CompileReport
-from moe_compile.torch_internals import CompileTimeError, aot_compile, inductor_compile, mode_patches, user_pre_pass
+from moe_compile.torch_internals import (
+    CompileTimeError,
+    aot_compile,
+    cache_hits,
+    inductor_compile,
+    mode_patches,
+    user_pre_passes,
+)
 
 
 def moe_rocm(
@@ -23,7 +30,7 @@ def moe_rocm(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile(model, backend="moe_rocm", options={...})``: Inductor, with expert blocks made into MXFP8 operators.
+    """``torch.compile(model, backend="moe_rocm", options={...})``: Inductor, with expert blocks as MXFP8 operators.
 
     torch.compile finds this by the entry point of the same name. See :class:`moe_compile.options.CompileOptions` for
     ``options``; ``mode`` is torch.compile's.
@@ -31,36 +38,47 @@ def moe_rocm(
     Raises:
         OptionError, BackendRefused, RewriteRefused (each a ValueError): at the first call of the compiled model.
     """
-    fusion: MoEFusionPass | None = None
     try:
-        parsed = CompileOptions.parse(options, mode=mode)
-        fusion = MoEFusionPass(parsed, user_pre_pass(_patches(parsed)))
-        compiled = _compile(gm, example_inputs, parsed, fusion)
+        compiled, _ = compile_graph(gm, example_inputs, CompileOptions.parse(options, mode=mode))
     except MoeCompileError as error:
         raise CompileTimeError.wrap(error) from None
+    return compiled
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions
+) -> tuple[Callable[..., Any], CompileReport]:
+    """Compile one graph that Dynamo captured; the report is recorded for :func:`moe_compile.reports`, too.
+
+    Raises:
+        OptionError, BackendRefused, RewriteRefused (each a ValueError).
+    """
+    patches = _patches(options)
+    fusion = MoEFusionPass(options, user_pre_passes(patches))
+    hits = cache_hits()
+    try:
+        if options.inductor is False:
+            compiled = aot_compile(gm, example_inputs, lambda module, inference: _apply(module, fusion, inference))
+        else:
+            compiled = inductor_compile(gm, example_inputs, {**patches, "post_grad_custom_pre_pass": fusion})
     except Exception:
-        if fusion is not None and fusion.error is not None:
-            raise CompileTimeError.wrap(fusion.error) from None
+        if fusion.error is not None:
+            raise fusion.error from None
         raise
-    _record(fusion)
-    return _Compiled(compiled, fusion)
+    found = _one_report(fusion.reports, from_cache=cache_hits() > hits)
+    report.record(found)
+    return _Compiled(compiled), found
 
 
 def _patches(options: CompileOptions) -> dict[str, Any]:
+    if options.inductor is False:
+        if options.mode not in (None, "default"):
+            raise OptionError(f"moe_rocm: mode={options.mode!r} needs Inductor, but inductor=False")
+        return {}
     patches = mode_patches(options.mode)
     if isinstance(options.inductor, Mapping):
         patches.update(options.inductor)
     return patches
-
-
-def _compile(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, fusion: MoEFusionPass
-) -> Callable[..., Any]:
-    if options.inductor is False:
-        if options.mode not in (None, "default"):
-            raise OptionError(f"moe_rocm: mode={options.mode!r} needs Inductor, but inductor=False")
-        return aot_compile(gm, example_inputs, lambda module, is_inference: _apply(module, fusion, is_inference))
-    return inductor_compile(gm, example_inputs, {**_patches(options), "post_grad_custom_pre_pass": fusion})
 
 
 def _apply(module: torch.fx.GraphModule, fusion: MoEFusionPass, is_inference: bool) -> None:
@@ -68,32 +86,19 @@ def _apply(module: torch.fx.GraphModule, fusion: MoEFusionPass, is_inference: bo
     module.recompile()
 
 
-def _record(fusion: MoEFusionPass) -> None:
-    """Report the graphs that the pass has seen since the last call; no graph at all means a warm compile cache."""
-    if not fusion.reports:
-        report.record(CompileReport(from_cache=1))
-    for one in fusion.reports:
-        report.record(one)
-    fusion.reports.clear()
+def _one_report(reports: Sequence[CompileReport], from_cache: bool) -> CompileReport:
+    """Inductor runs the pass on subgraphs as well, and on no graph at all if its cache has the result."""
+    if reports:
+        return dataclasses.replace(report.merge(list(reports)), graphs=1)
+    return CompileReport(from_cache=int(from_cache))
 
 
 class _Compiled:
     """The compiled graph. Before each run the packed weights of its arguments are brought up to date."""
 
-    def __init__(self, compiled: Callable[..., Any], fusion: MoEFusionPass) -> None:
+    def __init__(self, compiled: Callable[..., Any]) -> None:
         self._compiled = compiled
-        self._fusion = fusion
         self._watch = packed_weights.Watch()
 
     def __call__(self, *args: Any) -> Any:
-        self._watch(args)
-        result = self._compiled(*args)
-        if self._fusion.reports:  # a backward graph, compiled on the first backward pass
-            _record(self._fusion)
-        return result
-
-
-def merged(reports: Sequence[CompileReport], note: str | None = None) -> CompileReport:
-    """One report over the graphs of one model."""
-    one = report.merge(list(reports))
-    return one if note is None else dataclasses.replace(one, notes=(*one.notes, note))
+        return self._watch.run(self._compiled, args)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from moe_compile import packed_weights, report
-from moe_compile.backend import moe_rocm
+from moe_compile.backend import compile_graph
+from moe_compile.errors import MoeCompileError
 from moe_compile.options import CompileOptions
 from moe_compile.report import CompileReport
-from moe_compile.torch_internals import graph_breaks, without_caches
+from moe_compile.torch_internals import CompileTimeError, graph_breaks, isolated_compile, without_caches
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
@@ -35,16 +35,20 @@ def explain_with(
 ) -> CompileReport:
     """:func:`explain` with explicit options."""
     original = getattr(model, "_orig_mod", model)
-    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "mode"}
+    found: list[CompileReport] = []
 
     # A new function each time: Dynamo never takes code that it compiled for another backend.
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return moe_rocm(gm, example_inputs, options=given, mode=options.mode)
+        try:
+            compiled, one = compile_graph(gm, example_inputs, options)
+        except MoeCompileError as error:
+            raise CompileTimeError.wrap(error) from None
+        found.append(one)
+        return compiled
 
     before = graph_breaks()
-    compiled = torch.compile(original, backend=backend)
-    with report.collecting() as found, without_caches(), torch.no_grad():
-        compiled(*args, **kwargs)
+    with without_caches(), torch.no_grad():
+        isolated_compile(original, backend)(*args, **kwargs)
     merged = report.merge(found)
     breaks = {reason: n - before.get(reason, 0) for reason, n in graph_breaks().items() if n > before.get(reason, 0)}
     for note in _notes(original, breaks, merged):

@@ -3,20 +3,26 @@
 The experts operators take the model's own weight tensors and are pure functions of them; this cache only keeps their
 packed form. Four rules make it safe:
 
-- **Identity.** The key is the storage object (not its address), offset, shape, stride, dtype and device of every source
-  tensor. An entry dies with the storage of any source, so memory that is freed and reused can never hit.
+- **Identity.** The key is the storage object, offset, shape, stride, dtype and device of every source tensor. An entry
+  dies with the storage of any source, before that memory can be reused, so a stale hit is impossible.
 - **Sharing.** Prefill, decode and every recompile pass the same parameters and so find the same entry.
 - **In-place changes** raise a tensor's version counter: the entry is rebuilt in place, at the same addresses, because
-  captured graphs read those. ``param.data`` edits raise no counter: call ``moe_compile.refresh(model)`` after them.
+  captured graphs read those. ``param.data`` edits raise no counter, and tensors made in inference mode have none: call
+  ``moe_compile.refresh(model)`` after changing those.
 - **Graph capture.** An entry is never built while a stream is capturing, and never inside a CUDA-graph memory pool
   (``mode="reduce-overhead"`` warms up inside one): it is built in a thread of its own, which allocates outside.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -25,25 +31,77 @@ import torch
 from moe_compile.errors import PackedWeightsError
 from moe_compile.torch_internals import on_storage_death, storage_address, version_of
 
+logger = logging.getLogger("moe_compile.packed_weights")
+
 P = TypeVar("P")
+T = TypeVar("T")
 Sources = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Packing(Generic[P]):
+    """How sources become a packed value.
+
+    ``layout`` is everything but the sources that the value depends on. ``build`` makes the value and keeps no reference
+    to a source that it copied; ``rebuild`` writes the packed form into an existing value, at the same addresses.
+    """
+
+    layout: Hashable
+    build: Callable[[Sources], P]
+    rebuild: Callable[[P, Sources], None]
 
 
 @dataclass(eq=False)
 class Entry(Generic[P]):
     """One packed value; ``versions`` are the sources' version counters when it was last built."""
 
-    key: Hashable
+    source_keys: tuple[Hashable, ...]
+    packing: Packing[P]
     value: P
     versions: tuple[int, ...]
-    rebuild: Callable[[P, Sources], None]
-    addresses: frozenset[int] = frozenset()
     finalizers: list[weakref.finalize[Any, Any]] = field(default_factory=list)
 
+    @property
+    def key(self) -> Hashable:
+        return _entry_key(self.packing, self.source_keys)
 
-_lock = threading.RLock()
+
+_lock = threading.Lock()
 _entries: dict[Hashable, Entry[Any]] = {}
-_generation = 0
+# A finalizer can run anywhere, also in a thread whose end the holder of the lock awaits: it leaves the dead entry here
+# and never waits. Whoever takes or returns the lock drops what is here.
+_dead: deque[weakref.ref[Entry[Any]]] = deque()
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    with _lock:
+        _drop_dead()
+        yield
+    _try_drop_dead()
+
+
+def _drop_dead() -> None:
+    while _dead:
+        entry = _dead.popleft()()
+        if entry is not None and _entries.get(entry.key) is entry:
+            del _entries[entry.key]
+            for finalizer in entry.finalizers:
+                finalizer.detach()
+
+
+def _try_drop_dead() -> None:
+    # Again after the lock is returned: another thread's finalizer may have found it taken in between.
+    while _dead and _lock.acquire(blocking=False):
+        try:
+            _drop_dead()
+        finally:
+            _lock.release()
+
+
+def _source_died(entry: weakref.ref[Entry[Any]]) -> None:
+    _dead.append(entry)
+    _try_drop_dead()
 
 
 def _tensor_key(tensor: torch.Tensor | None) -> Hashable:
@@ -59,67 +117,71 @@ def _tensor_key(tensor: torch.Tensor | None) -> Hashable:
     )
 
 
+def _entry_key(packing: Packing[Any], source_keys: Iterable[Hashable]) -> Hashable:
+    return (packing.layout, *source_keys)
+
+
 def _versions(sources: Sources) -> tuple[int, ...]:
     return tuple(-1 if tensor is None else version_of(tensor) for tensor in sources)
 
 
-def lookup(
-    sources: Sources, layout: Hashable, build: Callable[[Sources], P], rebuild: Callable[[P, Sources], None]
-) -> P:
-    """The packed form of ``sources`` under ``layout``: built on first use, rebuilt in place after in-place changes.
+def lookup(sources: Sources, packing: Packing[P]) -> P:
+    """The packed form of ``sources``: built on first use, rebuilt in place after in-place changes of a source.
 
     Args:
         sources: the model's weight tensors; None for an absent scale or bias.
-        layout: everything else that the packed form depends on.
-        build: makes the packed value; it must not keep a reference to a source that it copied.
-        rebuild: writes the packed form of ``sources`` into an existing value, at the same addresses.
 
     Raises:
         PackedWeightsError: the value has to be built or rebuilt while the current stream is capturing a graph.
     """
-    key = (layout, *map(_tensor_key, sources))
+    value: P = _entry(sources, packing).value
+    observer = _observer.get()
+    if observer is not None:
+        observer.append((sources, packing))
+    return value
+
+
+def _entry(sources: Sources, packing: Packing[P]) -> Entry[P]:
+    if _dead:  # before the lookup: a new tensor may live at the address of a dead one
+        with _locked():
+            pass
+    source_keys = tuple(map(_tensor_key, sources))
+    key = _entry_key(packing, source_keys)
     entry = _entries.get(key)
     versions = _versions(sources)
     if entry is not None and entry.versions == versions:
-        value: P = entry.value
-        return value
-    with _lock:
+        return entry
+    with _locked():
         entry = _entries.get(key)
         if entry is None:
             _refuse_capture(sources, "packed")
-            entry = Entry(key, _outside_graph_pools(sources, lambda: build(sources)), versions, rebuild)
+            value = _outside_graph_pools(sources, lambda: packing.build(sources))
+            entry = Entry(source_keys, packing, value, versions)
             _register(entry, sources)
-        elif entry.versions != versions:
+        else:
             _update(entry, sources)
-        value = entry.value
-        return value
+    return entry
 
 
 def _register(entry: Entry[Any], sources: Sources) -> None:
-    global _generation
     tensors = [tensor for tensor in sources if tensor is not None]
-    entry.addresses = frozenset(map(storage_address, tensors))
+    if any(tensor.is_inference() for tensor in tensors):
+        logger.warning(
+            "expert weights made under torch.inference_mode() have no version counter: after changing them in place, "
+            "call moe_compile.refresh(model)"
+        )
     # One finalizer per storage: the entry is unusable as soon as any source is gone.
     for tensor in {storage_address(t): t for t in tensors}.values():
-        entry.finalizers.append(on_storage_death(tensor, lambda key=entry.key: _drop(key)))
+        entry.finalizers.append(on_storage_death(tensor, functools.partial(_source_died, weakref.ref(entry))))
     _entries[entry.key] = entry
-    _generation += 1
 
 
-def _drop(key: Hashable) -> None:
-    global _generation
-    with _lock:
-        entry = _entries.pop(key, None)
-        if entry is not None:
-            _generation += 1
-            for finalizer in entry.finalizers:
-                finalizer.detach()
-
-
-def _update(entry: Entry[Any], sources: Sources) -> None:
-    _refuse_capture(sources, "packed again, because they changed")
+def _update(entry: Entry[Any], sources: Sources, force: bool = False) -> None:
     versions = _versions(sources)
-    _outside_graph_pools(sources, lambda: entry.rebuild(entry.value, sources))
+    if entry.versions == versions and not force:
+        return
+    _refuse_capture(sources, "packed again, because they changed")
+    _outside_graph_pools(sources, lambda: entry.packing.rebuild(entry.value, sources))
     entry.versions = versions
 
 
@@ -132,7 +194,7 @@ def _refuse_capture(sources: Sources, what: str) -> None:
         )
 
 
-def _outside_graph_pools(sources: Sources, work: Callable[[], P]) -> P:
+def _outside_graph_pools(sources: Sources, work: Callable[[], T]) -> T:
     """Run ``work`` without gradients; on a GPU in a new thread, ordered after and before the current stream.
 
     CUDA-graph memory pools take the allocations of the thread that opened them. A pack allocated there would be
@@ -140,9 +202,9 @@ def _outside_graph_pools(sources: Sources, work: Callable[[], P]) -> P:
     """
     device = next(tensor.device for tensor in sources if tensor is not None)
     if device.type != "cuda":
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             return work()
-    result: list[P] = []
+    result: list[T] = []
     failure: list[BaseException] = []
     torch.cuda.current_stream(device).synchronize()
 
@@ -165,60 +227,97 @@ def _outside_graph_pools(sources: Sources, work: Callable[[], P]) -> P:
 def refresh(tensors: Iterable[torch.Tensor]) -> int:
     """Rebuild, in place, every entry that was packed from one of these tensors. Returns how many.
 
-    For changes that no version counter shows (``param.data.copy_(...)``), and before replaying a graph that was
-    captured by hand.
+    For changes that no version counter shows (``param.data.copy_(...)``, inference tensors), and before replaying a
+    graph that was captured by hand.
+
+    Raises:
+        PackedWeightsError: a source of one of the entries is not among ``tensors``; then nothing was rebuilt.
     """
-    by_key = {_tensor_key(tensor): tensor for tensor in tensors}
-    count = 0
-    with _lock:
+    by_key = {_tensor_key(tensor): tensor for tensor in tensors if _has_plain_storage(tensor)}
+    with _locked():
+        stale = []
         for entry in list(_entries.values()):
-            _, *source_keys = entry.key  # type: ignore[misc]
-            present = [key for key in source_keys if key is not None]
-            if any(key in by_key for key in present):
-                missing = [key for key in present if key not in by_key]
-                if missing:
-                    raise PackedWeightsError(
-                        f"refresh: a weight of shape {missing[0][2]} is packed together with one of the given tensors; "
-                        "pass the whole model"
-                    )
-                _update(entry, tuple(None if key is None else by_key[key] for key in source_keys))
-                count += 1
-    return count
+            present = [key for key in entry.source_keys if key is not None]
+            missing = [key for key in present if key not in by_key]
+            if len(missing) == len(present):
+                continue
+            if missing:
+                shapes = ", ".join(str(key[2]) for key in missing)  # type: ignore[index]
+                raise PackedWeightsError(
+                    f"refresh: weights of shape {shapes} are packed together with some of the given tensors, but were "
+                    "not given; pass the whole model"
+                )
+            stale.append((entry, tuple(None if key is None else by_key[key] for key in entry.source_keys)))
+        for entry, sources in stale:
+            _update(entry, sources, force=True)
+    return len(stale)
+
+
+def _has_plain_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
+
+
+_observer: contextvars.ContextVar[list[tuple[Sources, Packing[Any]]] | None] = contextvars.ContextVar(
+    "moe_compile_lookups", default=None
+)
+
+
+@dataclass(eq=False)
+class _Watched:
+    """One pack that a compiled graph reads: where its sources are among the graph's arguments, and their last state."""
+
+    positions: tuple[int | None, ...]
+    packing: Packing[Any]
+    entry: weakref.ref[Entry[Any]] | None = None
+    addresses: tuple[int, ...] = ()
+
+    def update(self, args: Sequence[Any]) -> None:
+        sources = tuple(None if i is None else args[i] for i in self.positions)
+        entry = None if self.entry is None else self.entry()
+        addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in sources)
+        # A living entry has living sources, whose addresses nothing else can have.
+        if entry is not None and self.addresses == addresses and entry.versions == _versions(sources):
+            return
+        self.entry, self.addresses = weakref.ref(_entry(sources, self.packing)), addresses
 
 
 class Watch:
-    """Keeps the packs behind one compiled callable fresh, also where a graph replay would skip the operator."""
+    """Keeps the packs behind one compiled graph fresh, also where a CUDA-graph replay skips the operator.
+
+    The first run shows which packs the graph reads and which of its arguments they are made of. Before each later run,
+    packs of changed weights are rebuilt and packs of new weights are built, outside of any capture. Holds no pack.
+    """
 
     def __init__(self) -> None:
-        self._generation = -1
-        self._watched: list[tuple[Entry[Any], tuple[int | None, ...]]] = []
+        self._watched: list[_Watched] | None = None
 
-    def __call__(self, args: Sequence[Any]) -> None:
-        """Rebuild each entry whose sources are among ``args`` and changed in place since it was packed."""
-        if not _entries:
-            return
-        if self._generation != _generation:
-            self._find(args)
-        for entry, positions in self._watched:
-            sources = tuple(None if i is None else args[i] for i in positions)
-            if entry.versions != _versions(sources):
-                with _lock:
-                    if entry.key == (entry.key[0], *map(_tensor_key, sources)):  # type: ignore[index]
-                        _update(entry, sources)
+    def run(self, compiled: Callable[..., T], args: Sequence[Any]) -> T:
+        """``compiled(*args)`` with fresh packs."""
+        if self._watched is not None:
+            for watched in self._watched:
+                watched.update(args)
+            return compiled(*args)
+        lookups: list[tuple[Sources, Packing[Any]]] = []
+        token = _observer.set(lookups)
+        try:
+            result = compiled(*args)
+        finally:
+            _observer.reset(token)
+        self._watched = _locate(lookups, args)
+        return result
 
-    def _find(self, args: Sequence[Any]) -> None:
-        with _lock:
-            self._generation = _generation
-            where = {
-                _tensor_key(arg): i
-                for i, arg in enumerate(args)
-                if isinstance(arg, torch.Tensor) and arg.layout == torch.strided and not arg.is_meta
-            }
-            self._watched = []
-            for entry in _entries.values():
-                _, *source_keys = entry.key  # type: ignore[misc]
-                if all(key is None or key in where for key in source_keys):
-                    self._watched.append((entry, tuple(None if key is None else where[key] for key in source_keys)))
+
+def _locate(lookups: Iterable[tuple[Sources, Packing[Any]]], args: Sequence[Any]) -> list[_Watched]:
+    where = {
+        _tensor_key(arg): i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and _has_plain_storage(arg)
+    }
+    found: dict[Hashable, _Watched] = {}
+    for sources, packing in lookups:
+        keys = [None if source is None else _tensor_key(source) for source in sources]
+        if all(key is None or key in where for key in keys):
+            positions = tuple(None if key is None else where[key] for key in keys)
+            found[packing.layout, positions] = _Watched(positions, packing)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -230,12 +329,13 @@ class Statistics:
 
 
 def statistics() -> Statistics:
-    with _lock:
-        return Statistics(len(_entries), sum(getattr(entry.value, "nbytes", 0) for entry in _entries.values()))
+    with _locked():
+        values = [entry.value for entry in list(_entries.values())]
+    return Statistics(len(values), sum(getattr(value, "nbytes", 0) for value in values))
 
 
 def clear() -> None:
     """Drop every pack. The next call packs again; graphs captured by hand must be captured again."""
-    with _lock:
-        for key in list(_entries):
-            _drop(key)
+    with _locked():
+        _dead.extend(map(weakref.ref, _entries.values()))
+        _drop_dead()

@@ -7,9 +7,10 @@ imports from ``torch._*``.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,12 +20,13 @@ try:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import ShortenTraceback
     from torch._dynamo.utils import counters
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._guards import TracingContext
     from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import statically_known_true
     from torch.utils._python_dispatch import _disable_current_modes
@@ -38,7 +40,7 @@ try:
     # torch >= 2.12 tells a pass whether the graph is an inference graph; 2.11 says so in the tracing context.
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as GraphPassBase
 except ImportError:
-    GraphPassBase = CustomGraphPass
+    GraphPassBase = CustomGraphPass  # type: ignore[misc,assignment]
 
 __all__ = [
     "CompileTimeError",
@@ -46,11 +48,15 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GraphPassBase",
+    "OpOverload",
     "aot_compile",
+    "cache_hits",
     "fake_mode_of",
     "graph_breaks",
     "inductor_compile",
+    "is_backward_graph",
     "is_inference_graph",
+    "isolated_compile",
     "mode_patches",
     "on_storage_death",
     "real_tensors",
@@ -58,19 +64,21 @@ __all__ = [
     "static_placeholders",
     "statically_known_true",
     "storage_address",
-    "user_pre_pass",
+    "user_pre_passes",
     "version_of",
     "without_caches",
 ]
 
 
-class CompileTimeError(ShortenTraceback):  # type: ignore[misc]
+class CompileTimeError(ShortenTraceback):
     """Mixed into an error of ours, this makes Dynamo hand it to the user as it is, not as BackendCompilerFailed."""
 
     @classmethod
     def wrap(cls, error: MoeCompileError) -> MoeCompileError:
-        """The same error (same type for ``except``, same text) in a form that Dynamo passes through."""
-        kind = type(type(error).__name__, (cls, type(error)), {})
+        """The same error (same type for ``except``, same name and text) in a form that Dynamo passes through."""
+        original = type(error)
+        members = {"__module__": original.__module__, "__reduce__": lambda self: (original, self.args)}
+        kind = type(original.__name__, (cls, original), members)
         wrapped: MoeCompileError = kind(str(error), first_useful_frame=None)
         return wrapped
 
@@ -80,28 +88,28 @@ def mode_patches(mode: str | None, dynamic: bool | None = None) -> dict[str, Any
     return dict(list_mode_options(mode, dynamic)) if mode else {}
 
 
-def user_pre_pass(patches: Mapping[str, Any]) -> Any:
+def user_pre_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:
     """The user's own ``post_grad_custom_pre_pass``: from the patches, else from the global Inductor config."""
-    if "post_grad_custom_pre_pass" in patches:
-        return patches["post_grad_custom_pre_pass"]
-    return inductor_config.post_grad_custom_pre_pass
+    found = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
 
 
 def run_user_pass(user_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> None:
-    """Run a user's pass (or list of passes, torch >= 2.12) as Inductor would have."""
-    for one in user_pass if isinstance(user_pass, list | tuple) else [user_pass]:
-        if GraphPassBase is not CustomGraphPass and isinstance(one, GraphPassBase):
-            one(graph, is_inference)
-        else:
-            one(graph)
+    """Run one of the user's passes as Inductor would have."""
+    if GraphPassBase is not CustomGraphPass and isinstance(user_pass, GraphPassBase):
+        user_pass(graph, is_inference=is_inference)
+    else:
+        user_pass(graph)
 
 
 def inductor_compile(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Compile with Inductor under config patches that do not outlive this compile."""
-    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=dict(patches))
-    return compiled
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(patches))
+    return cast(Callable[..., Any], compiled)
 
 
 def aot_compile(
@@ -128,6 +136,11 @@ def is_inference_graph() -> bool:
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     return metadata is not None and not getattr(metadata, "is_train", True)
+
+
+def is_backward_graph(graph: torch.fx.Graph) -> bool:
+    """Whether AOTAutograd made this as a backward graph: it takes tangents, under that name."""
+    return any("tangents" in str(node.target) for node in graph.nodes if node.op == "placeholder")
 
 
 def static_placeholders(graph: torch.fx.Graph) -> set[torch.fx.Node] | None:
@@ -159,6 +172,20 @@ def real_tensors() -> Iterator[None]:
 def graph_breaks() -> dict[str, int]:
     """How often Dynamo broke a graph in this process, by reason."""
     return dict(counters["graph_break"])
+
+
+def cache_hits() -> int:
+    """How many graphs Inductor or AOTAutograd took from their caches in this process."""
+    return int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def isolated_compile(model: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` whose graphs do not count towards the recompile limit of the model's other compiles."""
+    arguments: dict[str, Any] = {"backend": backend}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch >= 2.12
+        arguments["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(model, **arguments)
+    return compiled
 
 
 @contextlib.contextmanager

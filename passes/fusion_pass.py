@@ -6,18 +6,19 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-import moe_compile
-from moe_compile import report as reporting
+import moe_compile.kernels
+import moe_compile.passes
 from moe_compile._version import __version__
 from moe_compile.errors import MoeCompileError, RewriteRefused
-from moe_compile.kernels.registry import BACKENDS
+from moe_compile.kernels.registry import BACKENDS, refuse_hopeless_choice
 from moe_compile.options import CompileOptions
 from moe_compile.passes.find_experts import MoEMatch, NearMiss, find_experts
 from moe_compile.passes.fx_utils import tensor
@@ -25,7 +26,14 @@ from moe_compile.passes.rewrite import check_output, rewrite
 from moe_compile.report import CompileReport, LayerReport
 from moe_compile.selection import Selection, select_backend
 from moe_compile.target import Capabilities, Target
-from moe_compile.torch_internals import GraphPassBase, is_inference_graph, run_user_pass, static_placeholders
+from moe_compile.torch_internals import (
+    CustomGraphPass,
+    GraphPassBase,
+    is_backward_graph,
+    is_inference_graph,
+    run_user_pass,
+    static_placeholders,
+)
 
 logger = logging.getLogger("moe_compile.passes")
 
@@ -35,32 +43,31 @@ GRADIENTS = (
 )
 
 
-class MoEFusionPass(GraphPassBase):  # type: ignore[misc]
+class MoEFusionPass(GraphPassBase):
     """Find expert blocks, choose a backend for each, rewrite, report.
 
     ``uuid`` covers this package's sources and version, the options, the machine and the kernel packages, and the user's
-    own pass: an artifact in Inductor's or AOTAutograd's cache is only reused where this pass would do the same again.
+    own passes: an artifact in Inductor's or AOTAutograd's cache is only reused where this pass would do the same again.
 
     Args:
         options: checked options.
-        user_pass: the ``post_grad_custom_pre_pass`` that was configured before; it runs first.
+        user_passes: the ``post_grad_custom_pre_pass`` that was configured before; they run first.
     """
 
-    def __init__(self, options: CompileOptions, user_pass: Any = None) -> None:
+    def __init__(self, options: CompileOptions, user_passes: Sequence[Any] = ()) -> None:
         self.options = options
-        self.user_pass = user_pass
+        self.user_passes = tuple(user_passes)
         self.capabilities = Capabilities.detect()
         self.reports: list[CompileReport] = []
         self.error: MoeCompileError | None = None  # Inductor wraps what a pass raises; the backend raises this one
 
     def uuid(self) -> Any:
-        """A digest, or None (do not cache) if the user's pass has no uuid of its own."""
-        passes = self.user_pass if isinstance(self.user_pass, list | tuple) else [self.user_pass]
-        parts = [package_digest(), self.options.cache_key(), repr(self.capabilities), _machine()]
-        for one in passes:
-            if one is None:
-                continue
-            theirs = one.uuid() if hasattr(one, "uuid") else None
+        """A digest, or None (do not cache) if a pass of the user has no uuid of its own."""
+        # Inductor's key holds its config patches; a repr of them here could hold an address and never match again.
+        options = replace(self.options, inductor=self.options.inductor is not False)
+        parts = [package_digest(), options.cache_key(), repr(self.capabilities), repr(_machine())]
+        for one in self.user_passes:
+            theirs = one.uuid() if isinstance(one, CustomGraphPass) else None
             if not theirs:
                 return None
             parts.append(repr(theirs))
@@ -69,8 +76,10 @@ class MoEFusionPass(GraphPassBase):  # type: ignore[misc]
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         if is_inference is None:  # torch 2.11 does not say
             is_inference = is_inference_graph()
-        if self.user_pass is not None:
-            run_user_pass(self.user_pass, graph, is_inference)
+        for one in self.user_passes:
+            run_user_pass(one, graph, is_inference)
+        if not is_inference and is_backward_graph(graph):
+            return  # no forward computation, so nothing to find or to report
         try:
             self.reports.append(self.apply(graph, is_inference, static_placeholders(graph)))
         except MoeCompileError as error:
@@ -81,7 +90,7 @@ class MoEFusionPass(GraphPassBase):  # type: ignore[misc]
         """Rewrite ``graph`` in place and say what was done.
 
         Raises:
-            BackendRefused: an explicit ``moe_backend`` cannot run a block.
+            BackendRefused: an explicit ``moe_backend`` cannot run a block, or nothing on this machine.
             RewriteRefused: ``strict`` and something that looks like a block was left alone.
         """
         start = time.perf_counter()
@@ -107,19 +116,22 @@ class MoEFusionPass(GraphPassBase):  # type: ignore[misc]
         if rewritten:
             graph.eliminate_dead_code()
             graph.lint()
+        else:
+            # A model may be split into graphs: refuse before the first runs, not at the first that has a block.
+            refuse_hopeless_choice(self.options, _machine(), self.capabilities)
         seconds = time.perf_counter() - start
         report = CompileReport(layers=tuple(layers), target=arch, seconds=seconds)
         logger.debug("%d blocks and near misses, %d rewritten, in %.1f ms", len(found), rewritten, seconds * 1e3)
         if self.options.strict and report.skipped:
             reasons = "".join(f"\n  - {layer.name}: {layer.reason}" for layer in layers if layer.reason)
-            raise RewriteRefused(f"moe_rocm: strict=True, and {report.skipped} expert blocks were not rewritten:{reasons}")
+            raise RewriteRefused(
+                f"moe_rocm: strict=True, and {report.skipped} expert blocks were not rewritten:{reasons}"
+            )
         return report
 
 
 def _left_alone(miss: NearMiss) -> LayerReport:
-    return LayerReport(
-        name=miss.name, form=miss.form, reason=miss.reason, node=miss.node.name, location=miss.location
-    )
+    return LayerReport(name=miss.name, form=miss.form, reason=miss.reason, node=miss.node.name, location=miss.location)
 
 
 def _not_rewritten(match: MoEMatch, reason: str) -> LayerReport:
@@ -143,33 +155,15 @@ def _rewritten(match: MoEMatch, selection: Selection) -> LayerReport:
 def package_digest() -> str:
     """A digest of every source file of this package, with its version and torch's."""
     digest = hashlib.sha256(f"{__version__} {torch.__version__}".encode())
-    roots: Mapping[str, Path] = {
-        name: Path(folder)
-        for name, folder in (
-            ("moe_compile", Path(moe_compile.__file__).parent),
-            ("passes", Path(__file__).parent),
-            ("kernels", Path(BACKENDS["reference"].__class__.__module__ and _kernels_folder())),
-        )
-    }
-    for name, folder in roots.items():
+    for package in (moe_compile, moe_compile.passes, moe_compile.kernels):
+        (folder,) = map(Path, package.__path__)
         for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{name}/{path.relative_to(folder)}\0".encode())
+            digest.update(f"\0{package.__name__}/{path.relative_to(folder)}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _kernels_folder() -> Path:
-    import moe_compile.kernels
-
-    assert moe_compile.kernels.__file__ is not None
-    return Path(moe_compile.kernels.__file__).parent
-
-
-def _machine() -> str:
-    """The GPUs here, as the choice of a backend depends on them."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    return ",".join(Target.of(torch.device("cuda", i)).arch for i in range(torch.cuda.device_count()))
-
-
-__all__ = ["GRADIENTS", "MoEFusionPass", "package_digest", "reporting"]
+def _machine() -> tuple[Target, ...]:
+    """What a block can run on here: the GPUs first, then the CPU."""
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return tuple(dict.fromkeys(map(Target.of, [*gpus, torch.device("cpu")])))
