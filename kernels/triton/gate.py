@@ -51,7 +51,8 @@ def apply_gate(
     elif ACTIVATION == "gelu":
         out = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
-        out = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+        # (1 + tanh(z)) / 2 is sigmoid(2z), which does not cancel for negative z.
+        out = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     else:
         out = tl.where(gate < 0.0, 0.0, gate)
         if ACTIVATION == "relu2":

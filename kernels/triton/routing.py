@@ -87,6 +87,5 @@ def sort_slots(
             routing_kernels.place_kernel,
             (max(num_chunks, -(-num_blocks // CHUNK)),),
             {**ids, **shape, **result.arguments(), "counts_ptr": counts, "totals_ptr": totals, "BLOCK_M": block_m},
-            num_warps=8,
         ),
     ]

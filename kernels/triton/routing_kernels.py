@@ -51,11 +51,14 @@ def scan_kernel(
     expert = tl.program_id(0)
     row = counts_ptr + expert * num_chunks
     before = tl.zeros((), dtype=tl.int32)
-    for start in range(0, num_chunks, BLOCK):
+    start = 0
+    # Not a `range`: the interpreter of Triton 3.6 cannot have num_chunks as a bound (with numpy 2.4).
+    while start < num_chunks:
         chunks = start + tl.arange(0, BLOCK)
         counts = tl.load(row + chunks, mask=chunks < num_chunks, other=0)
         tl.store(row + chunks, before + tl.cumsum(counts, axis=0) - counts, mask=chunks < num_chunks)
         before += tl.sum(counts, axis=0)
+        start += BLOCK
     tl.store(totals_ptr + expert, before)
 
 
@@ -89,22 +92,20 @@ def place_kernel(
     experts = local_expert(ids_ptr, slots, slots < num_slots, expert_map_ptr, NUM_EXPERTS, NUM_IDS)
     in_chunk = (columns < NUM_EXPERTS) & (chunk < num_chunks)
     first = starts + tl.load(counts_ptr + columns * num_chunks + chunk, mask=in_chunk, other=0)
-    first = tl.sum(tl.where(experts[:, None] == columns[None, :], first[None, :], 0), axis=1)
     earlier = (experts[:, None] == experts[None, :]) & (slots[:, None] > slots[None, :])
-    position = first + tl.sum(earlier.to(tl.int32), axis=1)
+    position = tl.gather(first, tl.where(experts < 0, 0, experts), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
     tl.store(sorted_slots_ptr + position, slots, mask=experts >= 0)
 
     blocks = chunk * CHUNK + tl.arange(0, CHUNK)
     block_counts = (totals + BLOCK_M - 1) // BLOCK_M
     block_ends = tl.cumsum(block_counts, axis=0)
-    owner = (block_ends[None, :] > blocks[:, None]) & (block_ends[None, :] - block_counts[None, :] <= blocks[:, None])
-    used = tl.sum(owner.to(tl.int32), axis=1) > 0
-    owner_expert = tl.sum(tl.where(owner, columns[None, :], 0), axis=1)
+    ended = (columns[None, :] < NUM_EXPERTS) & (block_ends[None, :] <= blocks[:, None])
+    owner = tl.sum(ended.to(tl.int32), axis=1)
+    used = owner < NUM_EXPERTS
+    owner = tl.where(used, owner, 0)
     # Position of the owner's block 0, counted as if every expert's blocks began at the block number 0.
     origin = starts - (block_ends - block_counts) * BLOCK_M
-    owner_start = tl.sum(tl.where(owner, origin[None, :], 0), axis=1) + blocks * BLOCK_M
-    owner_end = tl.sum(tl.where(owner, ends[None, :], 0), axis=1)
     exists = blocks < num_blocks
-    tl.store(block_expert_ptr + blocks, tl.where(used, owner_expert, -1), mask=exists)
-    tl.store(block_start_ptr + blocks, owner_start, mask=exists)
-    tl.store(block_end_ptr + blocks, owner_end, mask=exists)
+    tl.store(block_expert_ptr + blocks, tl.where(used, owner, -1), mask=exists)
+    tl.store(block_start_ptr + blocks, tl.gather(origin, owner, axis=0) + blocks * BLOCK_M, mask=exists)
+    tl.store(block_end_ptr + blocks, tl.gather(ends, owner, axis=0), mask=exists)
