@@ -38,6 +38,10 @@ class MissingPackage(MoeCompileError, ImportError):
     """A command needs an optional package; the message says how to install it."""
 
 
+class BenchError(MoeCompileError, ValueError):
+    """A benchmark that cannot run: no GPU, or an unknown shape or contender."""
+
+
 class PackedWeightsError(MoeCompileError, RuntimeError):
     """Packed weights are needed at a moment when they cannot be made (inside a graph capture)."""
 
