@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,9 +87,13 @@ def _apply(module: torch.fx.GraphModule, fusion: MoEFusionPass, is_inference: bo
 
 def _one_report(reports: Sequence[CompileReport], from_cache: bool) -> CompileReport:
     """Inductor runs the pass on subgraphs as well, and on no graph at all if its cache has the result."""
-    if reports:
-        return dataclasses.replace(report.merge(list(reports)), graphs=1)
-    return CompileReport(from_cache=int(from_cache))
+    if not reports:
+        return CompileReport(from_cache=int(from_cache))
+    return CompileReport(
+        layers=tuple(layer for one in reports for layer in one.layers),
+        target=", ".join(dict.fromkeys(one.target for one in reports if one.target)),
+        seconds=sum(one.seconds for one in reports),
+    )
 
 
 class _Compiled:

@@ -12,7 +12,13 @@ from moe_compile.backend import compile_graph
 from moe_compile.errors import MoeCompileError
 from moe_compile.options import CompileOptions
 from moe_compile.report import CompileReport
-from moe_compile.torch_internals import CompileTimeError, graph_breaks, isolated_compile, without_caches
+from moe_compile.torch_internals import (
+    CompileTimeError,
+    as_not_compiled,
+    graph_breaks,
+    isolated_compile,
+    without_caches,
+)
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
@@ -47,7 +53,7 @@ def explain_with(
         return compiled
 
     before = graph_breaks()
-    with without_caches(), torch.no_grad():
+    with as_not_compiled(original), without_caches(), torch.no_grad():
         isolated_compile(original, backend)(*args, **kwargs)
     merged = report.merge(found)
     breaks = {reason: n - before.get(reason, 0) for reason, n in graph_breaks().items() if n > before.get(reason, 0)}

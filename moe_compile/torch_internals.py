@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -50,6 +51,7 @@ __all__ = [
     "GraphPassBase",
     "OpOverload",
     "aot_compile",
+    "as_not_compiled",
     "cache_hits",
     "fake_mode_of",
     "graph_breaks",
@@ -189,9 +191,24 @@ def isolated_compile(model: Callable[..., Any], backend: Callable[..., Any]) -> 
 
 
 @contextlib.contextmanager
+def as_not_compiled(model: object) -> Iterator[None]:
+    """Calls of modules that were compiled in place, ``module.compile(...)``, run (and trace) their own code here."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    compiled = {module: module._compiled_call_impl for module in modules if module._compiled_call_impl is not None}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, implementation in compiled.items():
+            module._compiled_call_impl = implementation
+
+
+@contextlib.contextmanager
 def without_caches() -> Iterator[None]:
     """Compile from scratch: neither read nor write the FX graph and AOTAutograd caches."""
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         yield
 
 

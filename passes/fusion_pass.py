@@ -100,7 +100,8 @@ class MoEFusionPass(GraphPassBase):
         arch = ""
         for block in found:
             if isinstance(block, NearMiss):
-                layers.append(_left_alone(block))
+                # In a training graph nothing can be proven: intermediate values are outputs, saved for the backward.
+                layers.append(_left_alone(block, block.reason if is_inference else GRADIENTS))
                 continue
             target = Target.of(tensor(block.hidden_states).device)
             arch = target.arch
@@ -130,8 +131,8 @@ class MoEFusionPass(GraphPassBase):
         return report
 
 
-def _left_alone(miss: NearMiss) -> LayerReport:
-    return LayerReport(name=miss.name, form=miss.form, reason=miss.reason, node=miss.node.name, location=miss.location)
+def _left_alone(miss: NearMiss, reason: str) -> LayerReport:
+    return LayerReport(name=miss.name, form=miss.form, reason=reason, node=miss.node.name, location=miss.location)
 
 
 def _not_rewritten(match: MoEMatch, reason: str) -> LayerReport:
@@ -156,9 +157,10 @@ def package_digest() -> str:
     """A digest of every source file of this package, with its version and torch's."""
     digest = hashlib.sha256(f"{__version__} {torch.__version__}".encode())
     for package in (moe_compile, moe_compile.passes, moe_compile.kernels):
-        (folder,) = map(Path, package.__path__)
+        assert package.__file__ is not None
+        folder = Path(package.__file__).parent
         for path in sorted(folder.rglob("*.py")):
-            digest.update(f"\0{package.__name__}/{path.relative_to(folder)}\0".encode())
+            digest.update(f"{package.__name__}/{path.relative_to(folder)}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

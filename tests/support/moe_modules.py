@@ -43,7 +43,7 @@ class Experts(nn.Module):
         rows = rows * topk_weights.reshape(-1)[order].unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.size(0), device=order.device)
-        rows = rows[inverse].view(hidden_states.size(0), top_k, -1)
+        rows = rows[inverse].view(hidden_states.size(0), top_k, H)
         return rows.sum(dim=1).to(hidden_states.dtype)
 
     def batched(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Experts(nn.Module):
         rows = torch.bmm(self.gate_up_proj[ids], rows.unsqueeze(-1)).squeeze(-1)
         rows = torch.bmm(self.down_proj[ids], self.gate(rows).unsqueeze(-1)).squeeze(-1)
         rows = rows * topk_weights.reshape(-1).unsqueeze(-1)
-        return rows.view(hidden_states.size(0), top_k, -1).sum(dim=1).to(hidden_states.dtype)
+        return rows.view(hidden_states.size(0), top_k, H).sum(dim=1).to(hidden_states.dtype)
 
 
 class MoE(nn.Module):
