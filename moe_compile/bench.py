@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from moe_compile import packed_weights
 from moe_compile.errors import BenchError, nearest
 from moe_compile.kernels.ops import operator
 from moe_compile.spec import GateFunction
@@ -133,14 +134,27 @@ def find_shape(text: str) -> Shape:
     )
 
 
+def parse_tokens(text: str) -> list[int]:
+    """``"1,16"`` -> [1, 16].
+
+    Raises:
+        BenchError: something else than positive numbers.
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise BenchError(f"--tokens {text!r}: give positive numbers separated by commas, such as 1,16,256")
+    return [int(part) for part in parts]
+
+
 def measure_ceilings() -> Ceilings:
-    """Copy 2 GiB, multiply 8192 x 8192 matrices."""
-    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
+    """Read and write 4 GiB, multiply 8192 x 8192 matrices."""
+    source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    copy = graph_seconds([lambda: target.copy_(source)])
+    # An elementwise kernel: a copy becomes a memcpy node of the graph, which moved 2.7 TB/s on an H200, and this 4.3.
+    copy = graph_seconds([lambda: torch.neg(source, out=target)])
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = graph_seconds([lambda: torch.mm(a, b)])
-    return Ceilings(2 * source.numel() / copy, 2 * 8192**3 / product)
+    return Ceilings(2 * source.nbytes / copy, 2 * 8192**3 / product)
 
 
 def graph_seconds(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> float:
@@ -267,9 +281,13 @@ def run_bench(
     """
     for name in contenders:
         if name not in CONTENDERS:
-            raise BenchError(f"unknown contender {name!r}: choices are {', '.join(CONTENDERS)}." + nearest(name, CONTENDERS))
+            raise BenchError(
+                f"unknown contender {name!r}: choices are {', '.join(CONTENDERS)}." + nearest(name, CONTENDERS)
+            )
     if not torch.cuda.is_available():
         raise BenchError("moe-compile bench measures a GPU, and there is none here")
+    packed_weights.clear()
+    torch.compiler.reset()
     ceilings = ceilings or measure_ceilings()
     weights = make_weights(shape)
     found = []
@@ -287,6 +305,35 @@ def run_bench(
                 found.append(Measurement(shape.name, tokens, name, seconds, floor, nbytes, flops))
                 step(found[-1])
     return ceilings, found
+
+
+def line(m: Measurement) -> str:
+    """One measurement as a line of text; lines align."""
+    return (
+        f"{m.shape:<12} T={m.tokens:<6} {m.contender:<14} {m.seconds * 1e6:>9.1f} us  floor {m.floor * 1e6:>8.1f}"
+        f"  x{m.ratio:>5.2f}  {m.bandwidth / 1e12:>5.2f} TB/s  {m.rate / 1e12:>5.0f} TFLOP/s"
+    )
+
+
+def summary(ceilings: Ceilings) -> str:
+    """The machine behind the measurements."""
+    return (
+        f"{torch.cuda.get_device_name()}: {ceilings.bandwidth / 1e12:.2f} TB/s, {ceilings.matrix_rate / 1e12:.0f} bf16 "
+        f"TFLOP/s; torch {torch.__version__}; {datetime.datetime.now(datetime.UTC).date().isoformat()}"
+    )
+
+
+def write_csv(path: str, measurements: Sequence[Measurement], ceilings: Ceilings) -> None:
+    """Write :func:`to_csv` to ``path``.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    try:
+        with open(path, "w") as file:
+            file.write(to_csv(measurements, ceilings))
+    except OSError as error:
+        raise BenchError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 def to_csv(measurements: Sequence[Measurement], ceilings: Ceilings) -> str:

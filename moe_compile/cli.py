@@ -17,6 +17,7 @@ from rich.text import Text
 from moe_compile._version import __version__
 from moe_compile.errors import (
     BackendRefused,
+    BenchError,
     FactoryError,
     MissingPackage,
     ModelFailed,
@@ -34,6 +35,7 @@ _EXIT_CODES: tuple[tuple[type[MoeCompileError], int], ...] = (
     (OptionError, USAGE),
     (BackendRefused, USAGE),
     (FactoryError, USAGE),
+    (BenchError, USAGE),
     (MissingPackage, USAGE),
     (MoeCompileError, FAILED),
 )
@@ -179,6 +181,42 @@ def backends(as_json: Json = False) -> None:
     console.print(Text(f"GPU: {', '.join(gpus()) or 'none'}"))
     for name, version in packages.items():
         console.print(Text(f"{name}: {version}"))
+
+
+@app.command(
+    epilog="Times are medians of CUDA-graph replays over rotating inputs. The floor is the larger of two times: the MXFP8 "
+    "bytes of the experts that are hit over the copy bandwidth, and the FLOPs over the bf16 matrix rate. Both rates are "
+    "measured first."
+)
+def bench(
+    shape: Annotated[
+        list[str], typer.Option(help="A named shape or HxIxExK (hidden, intermediate, experts, top-k). Repeatable.")
+    ] = ["m3-tp4"],  # noqa: B006 - typer reads it once
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,4,16,64,256,1024,4096",
+    against: Annotated[
+        str,
+        typer.Option(help="What to measure, separated by commas: triton, triton-a8w8, hf-grouped_mm, hf-batched_mm."),
+    ] = "triton,triton-a8w8,hf-grouped_mm",
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write the measurements as CSV, too.")] = None,
+    show_traceback: ShowTraceback = False,
+) -> None:
+    """Time one expert block on this GPU, beside transformers' own under Inductor, as multiples of a floor."""
+    from moe_compile import bench as benchmark
+
+    with _reported_errors(show_traceback):
+        counts = benchmark.parse_tokens(tokens)
+        shapes = [benchmark.find_shape(one) for one in shape]
+        console, ceilings, found = _wide_console(), None, []
+        for one in shapes:
+            with console.status(f"measuring {one.name}"):
+                ceilings, measured = benchmark.run_bench(
+                    one, counts, against.split(","), lambda m: console.print(Text(benchmark.line(m))), ceilings
+                )
+            found += measured
+        if ceilings is not None:
+            console.print(Text(benchmark.summary(ceilings)))
+            if csv is not None:
+                benchmark.write_csv(csv, found, ceilings)
 
 
 @app.command()
