@@ -184,9 +184,9 @@ def backends(as_json: Json = False) -> None:
 
 
 @app.command(
-    epilog="Times are medians of CUDA-graph replays over rotating inputs. The floor is the larger of two times: the MXFP8 "
-    "bytes of the experts that are hit over the copy bandwidth, and the FLOPs over the bf16 matrix rate. Both rates are "
-    "measured first."
+    epilog="Times are medians of CUDA-graph replays over rotating inputs. The floor is the larger of two times: the "
+    "MXFP8 bytes of the experts that are hit over the copy bandwidth, and the FLOPs over the bf16 matrix rate. Both "
+    "rates are measured first."
 )
 def bench(
     shape: Annotated[

@@ -93,7 +93,7 @@ class TestRoot:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["bogus"], "No such command 'bogus'. Commands are demo, explain, backends, env;"),
+            (["bogus"], "No such command 'bogus'. Commands are demo, explain, backends, bench, env;"),
             (["explain"], "Missing argument 'FACTORY'."),
             (["explain", "--bogus", "x"], "No such option: --bogus."),
             (["explain", "a", "b"], "Got unexpected extra argument"),
