@@ -70,6 +70,18 @@ class MoE(nn.Module):
         return self.experts(hidden_states, topk_ids, topk_weights.to(hidden_states.dtype))
 
 
+class Block(nn.Module):
+    """Experts without a router, the same each time: the quickest to compile. Takes what :func:`routed` gives."""
+
+    def __init__(self, spelling: str = "batched") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = Experts(spelling).to(torch.bfloat16)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        return self.experts(x, topk_ids, topk_weights)
+
+
 def moe(
     spelling: str = "grouped", *, dtype: torch.dtype = torch.bfloat16, seed: int = 0, limit: float | None = None
 ) -> MoE:
@@ -80,6 +92,12 @@ def moe(
 
 def hidden_states(tokens: int = T, *, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Tensor:
     return torch.randn(tokens, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def routed(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states (T, H), expert ids (T, K) and routing weights (T, K)."""
+    topk_ids = torch.arange(K * tokens).view(-1, K) % E
+    return hidden_states(tokens), topk_ids, torch.full((tokens, K), 0.5, dtype=torch.bfloat16)
 
 
 def with_mxfp8_weights(model: MoE) -> MoE:
