@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch.fx import Node
 
-from moe_compile.passes.fx_utils import Unproven, aten, calls, describe, dim, is_copy, prims, shape, tensor
-from moe_compile.passes.row_provenance import Expr
+from moe_compile.passes.fx_utils import Unproven, describe, is_cast, is_copy, shape, source_of, swaps_last_two, tensor
+from moe_compile.passes.row_expressions import Expr
 
 # How the experts of the rows are given. "listed": row i belongs to expert ``expert(i)``. "sorted": the rows are grouped
 # by expert, so row i belongs to the i-th smallest of the ids ``expert`` (an unsorted list of one id a slot).
@@ -20,8 +20,8 @@ class ExpertGemm:
     """A projection with one weight matrix an expert, found in a graph.
 
     Attributes:
-        node: its result, (S, N) with one row a (token, k) slot.
-        x: its input rows, (S, K).
+        node: its result, (..., N) with one row a (token, k) slot, in flattened row-major order.
+        x: its input rows, (..., K), as many.
         weight: the placeholder with all experts' weights, (E, N, K), or (E, K, N) if ``transposed``.
         expert: element expression of the expert ids, read as ``grouping`` says.
         interior: the nodes that exist only to compute ``node`` from ``x`` and ``weight``.
@@ -53,24 +53,19 @@ def weight_source(node: Node) -> tuple[Node, bool]:
     """The placeholder behind a (possibly transposed) weight, and whether its last two dimensions were swapped.
 
     Raises:
-        Unproven: the weight is computed in the graph.
+        Unproven: the weight is computed in the graph, or is not (experts, rows, columns) of static sizes.
     """
     swapped = False
     current = node
-    while current.op == "call_function":
-        source = current.args[0]
-        if not isinstance(source, Node):
-            break
-        if calls(current, aten.permute) and list(current.args[1]) == [0, 2, 1]:  # type: ignore[arg-type]
-            swapped = not swapped
-        elif calls(current, aten.transpose) and {dim(current, 1, "dim0", 3), dim(current, 2, "dim1", 3)} == {1, 2}:
-            swapped = not swapped
-        elif not is_copy(current):
+    while swaps_last_two(current) or is_copy(current):
+        swapped ^= swaps_last_two(current)
+        source = source_of(current)
+        if source is None:
             break
         current = source
     if current.op != "placeholder":
         what = "is not a graph input"
-        if calls(current, prims.convert_element_type, aten._to_copy):
+        if is_cast(current):
             what = f"is cast to {tensor(current).dtype} in the graph"
         raise Unproven(
             f"the expert weight {what}: it is made by {describe(current)}, and only parameters and buffers are packed",

@@ -9,30 +9,43 @@ and forward to the sum. Everything is compared as index functions of the row, so
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from moe_compile.passes import match_batched_mm, match_grouped_mm
 from moe_compile.passes.expert_gemm import ExpertGemm
-from moe_compile.passes.fx_utils import Unproven, is_float, module_path, same, same_shape, shape, source_location, static, tensor, value
+from moe_compile.passes.fx_utils import (
+    INDICES,
+    Unproven,
+    is_float,
+    is_float_cast,
+    module_path,
+    numel,
+    same,
+    same_shape,
+    shape,
+    source_location,
+    source_of,
+    static,
+    tensor,
+    value,
+)
 from moe_compile.passes.gate_function import GateMatch, match_gate_function
-from moe_compile.passes.row_provenance import (
+from moe_compile.passes.row_expressions import (
     ROW,
     Expr,
-    InversePerm,
     Load,
     Mask,
     Perm,
-    RowProvenance,
     Rows,
     compose,
     floor_div,
-    is_bijection,
-    sort_input,
+    is_injective,
+    sorts_in,
     without_clamp,
 )
+from moe_compile.passes.row_provenance import RowProvenance, sort_input
 from moe_compile.passes.weighted_sum import WeightedSum, match_weighted_sum
 from moe_compile.spec import ExpertSpec
 
@@ -84,12 +97,14 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
     failed: list[tuple[Node, str, Unproven]] = []
     for node in graph.nodes:
         for matcher in MATCHERS:
-            if matcher.is_candidate(node):
-                try:
-                    gemm = matcher.match(node, provenance)
-                    gemms[gemm.node] = gemm
-                except Unproven as problem:
-                    failed.append((node, matcher.FORM, problem))
+            if not matcher.is_candidate(node):
+                continue
+            try:
+                gemm = matcher.match(node, provenance)
+            except Unproven as problem:
+                failed.append((node, matcher.FORM, problem))
+                continue
+            gemms[gemm.node] = gemm
     results: dict[Node, MoEMatch | NearMiss] = {}
     used: set[Node] = set()
     failures: list[tuple[ExpertGemm, Unproven]] = []
@@ -162,20 +177,20 @@ def _prove(
     up = gate.linear
     _check_projections(up, down, gate)
     total = match_weighted_sum(down, provenance)
-    ids, weights, top_k = _check_routing(down, total, provenance)
-    slot = total.weight_slot
-    hidden = provenance.rows(up.x)
+    ids = _check_routing(down, total, provenance)
+    slot, top_k = total.weight_slot, total.top_k
+    hidden, activation_dtype = _hidden_states(up.x, provenance)
     # Row r of both projections is row of the sum ``total.row``; compare everything there.
-    tokens = compose(hidden.index, total.row)
-    if tokens != floor_div(slot, top_k):
+    if compose(hidden.index, total.row) != floor_div(slot, top_k):
         raise Unproven("the up projection's rows are not the hidden states of the slots that are summed", up.x)
+    routing = _Routing(ids, slot, up.num_experts, provenance)
     for masks, rows in ((gate.masks, total.row), (hidden.masks, total.row), (total.masks, ROW)):
         for mask in masks:
-            _check_mask(mask, rows, ids, slot, up.num_experts)
-    gate_up_bias = _check_bias(gate.bias, total.row, ids, slot, up)
-    down_bias = _check_bias(total.bias, total.row, ids, slot, down)
-    _check_sizes(hidden.base, ids, weights, total, up, top_k)
-    _check_placeholders([up.weight, down.weight, gate_up_bias, down_bias], hidden.base, static_inputs)
+            routing.check_mask(mask.at(rows))
+    gate_up_bias = None if gate.bias is None else routing.check_bias(gate.bias.at(total.row), up)
+    down_bias = None if total.bias is None else routing.check_bias(total.bias, down)
+    _check_sizes(hidden.base, ids, total, up)
+    _check_weights([up.weight, down.weight, gate_up_bias, down_bias], hidden.base, static_inputs)
     interior = frozenset((*up.interior, *down.interior, *gate.interior, *total.interior))
     _check_not_used_elsewhere(interior, total.root)
     spec = ExpertSpec(
@@ -188,9 +203,9 @@ def _prove(
         up_first=gate.up_first,
         transposed=up.transposed,
         has_bias=gate_up_bias is not None or down_bias is not None,
-        weight_format=str(tensor(up.weight).dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float", "fp"),
-        activation_dtype=tensor(hidden.base).dtype,
-        routing_dtype=tensor(weights).dtype,
+        weight_format=_FORMATS[tensor(up.weight).dtype],
+        activation_dtype=activation_dtype,
+        routing_dtype=total.weights_dtype,
         out_dtype=tensor(total.root).dtype,
     )
     return MoEMatch(
@@ -198,7 +213,7 @@ def _prove(
         root=total.root,
         hidden_states=hidden.base,
         topk_ids=ids,
-        topk_weights=weights,
+        topk_weights=total.weights,
         gate_up_proj=up.weight,
         down_proj=down.weight,
         gate_up_bias=gate_up_bias,
@@ -210,6 +225,9 @@ def _prove(
     )
 
 
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
 def _check_projections(up: ExpertGemm, down: ExpertGemm, gate: GateMatch) -> None:
     if (up.grouping, up.expert) != (down.grouping, down.expert):
         raise Unproven("the two projections use different expert ids", down.node)
@@ -219,14 +237,27 @@ def _check_projections(up: ExpertGemm, down: ExpertGemm, gate: GateMatch) -> Non
         raise Unproven("one projection's weight is transposed, the other's is not", down.node)
     if up.in_features != down.out_features:
         raise Unproven(f"the block maps {up.in_features} features to {down.out_features}", down.node)
-    if tensor(up.weight).dtype != tensor(down.weight).dtype:
-        raise Unproven(
-            f"the projections' weights differ in dtype: {tensor(up.weight).dtype} and {tensor(down.weight).dtype}", down.node
-        )
+    kinds = tensor(up.weight).dtype, tensor(down.weight).dtype
+    if kinds[0] != kinds[1]:
+        raise Unproven(f"the projections' weights differ in dtype: {kinds[0]} and {kinds[1]}", down.node)
 
 
-def _check_routing(down: ExpertGemm, total: WeightedSum, provenance: RowProvenance) -> tuple[Node, Node, int]:
-    """The ids, the routing weights and K; the expert of every summed slot is the id at that slot."""
+def _hidden_states(x: Node, provenance: RowProvenance) -> tuple[Rows, torch.dtype]:
+    """The rows of the up projection, and the dtype that they have there: a cast may follow their routing."""
+    rows = provenance.rows(x)
+    dtype = tensor(x).dtype
+    while rows.index == ROW and is_float_cast(rows.base):
+        source = source_of(rows.base)
+        assert source is not None
+        behind = provenance.rows(source)
+        if behind == Rows(source):
+            break
+        rows = Rows(behind.base, behind.index, (*rows.masks, *behind.masks))
+    return rows, dtype
+
+
+def _check_routing(down: ExpertGemm, total: WeightedSum, provenance: RowProvenance) -> Node:
+    """The ids: the expert of every summed row is the id at the slot whose weight it gets and whose token it adds to."""
     slot = total.weight_slot
     if down.grouping == "listed":
         expert = compose(down.expert, total.row)
@@ -235,79 +266,85 @@ def _check_routing(down: ExpertGemm, total: WeightedSum, provenance: RowProvenan
     else:
         assert isinstance(down.expert, Load)
         expert = down.expert
-        orders = _sorts_in(slot) | _sorts_in(total.row)
+        orders = [*sorts_in(slot), *sorts_in(total.row)]
         if not any(
             provenance.element(sort_input(order)) == expert and compose(Perm(order, ROW), total.row) == slot
             for order in orders
         ):
             raise Unproven("the rows are not sorted by the ids that the groups are made of", down.node)
-    if total.top_k is not None:
-        top_k = total.top_k
-    else:
-        sizes = shape(expert.base)
-        if len(sizes) != 2 or static(sizes[-1]) is None:
-            raise Unproven(f"the number of experts a token is not static: the ids have shape {tuple(sizes)}", expert.base)
-        top_k = int(sizes[-1])
-    if not is_bijection(slot) or total.token != floor_div(slot, top_k):
+    if not is_injective(slot) or total.token != floor_div(slot, total.top_k):
         raise Unproven("the weighted rows are not summed into the tokens that they belong to", total.root)
-    return expert.base, total.weights, top_k
+    return expert.base
 
 
-def _sorts_in(expr: Expr) -> set[Node]:
-    found = set()
-    while not isinstance(expr, type(ROW)):
-        if isinstance(expr, Perm | InversePerm):
-            found.add(expr.sort)
-        expr = expr.inner  # type: ignore[attr-defined]
-    return found
+@dataclass(frozen=True)
+class _Routing:
+    """What is known of row ``i`` of the sum: it is of slot ``slot(i)``, so of expert ``ids.flatten()[slot(i)]``."""
+
+    ids: Node
+    slot: Expr
+    num_experts: int
+    provenance: RowProvenance
+
+    def is_expert(self, found: Expr) -> bool:
+        """Whether an expression is the row's own expert id.
+
+        Two sorts of the same ids may order equal ids differently, but agree on the id at each place.
+        """
+        if found == Load(self.ids, self.slot):
+            return True
+        if not isinstance(found, Load) or found.base is not self.ids:
+            return False
+        here, there = found.inner, self.slot
+        return (
+            isinstance(here, Perm)
+            and isinstance(there, Perm)
+            and here.inner == there.inner
+            and all(self.provenance.element(sort_input(e.sort)) == Load(self.ids, ROW) for e in (here, there))
+        )
+
+    def check_mask(self, mask: Mask) -> None:
+        """A mask must zero sentinel slots alone: ``ids >= E`` with the slot's own id."""
+        if mask.bound != self.num_experts or not self.is_expert(mask.ids):
+            raise Unproven(
+                f"rows are set to zero by another condition than id >= {self.num_experts} of their own slot", self.ids
+            )
+
+    def check_bias(self, bias: Rows, gemm: ExpertGemm) -> Node:
+        if not self.is_expert(without_clamp(bias.index, self.num_experts)) or bias.masks:
+            raise Unproven("the bias is read at other ids than the weight", bias.base)
+        if not same_shape(shape(bias.base), (gemm.num_experts, gemm.out_features)):
+            raise Unproven(f"the bias has shape {tuple(shape(bias.base))}", bias.base)
+        return bias.base
 
 
-def _count(node: Node) -> Any:
-    total: Any = 1
-    for size in shape(node):
-        total = total * size
-    return total
-
-
-def _check_mask(mask: Mask, rows: Expr, ids: Node, slot: Expr, num_experts: int) -> None:
-    """A mask must zero sentinel slots alone: ``ids >= E`` with the slot's own id."""
-    found = compose(mask.ids, rows)
-    if mask.bound != num_experts or found != Load(ids, slot):
-        raise Unproven(f"rows are set to zero by another condition than id >= {num_experts} of their own slot", ids)
-
-
-def _check_bias(bias: Rows | None, rows: Expr, ids: Node, slot: Expr, gemm: ExpertGemm) -> Node | None:
-    if bias is None:
-        return None
-    index = compose(bias.index, rows)
-    if without_clamp(index, gemm.num_experts) != Load(ids, slot):
-        raise Unproven("the bias is read at other ids than the weight", bias.base)
-    if not same_shape(shape(bias.base), (gemm.num_experts, gemm.out_features)):
-        raise Unproven(f"the bias has shape {tuple(shape(bias.base))}", bias.base)
-    return bias.base
-
-
-def _check_sizes(
-    hidden: Node, ids: Node, weights: Node, total: WeightedSum, up: ExpertGemm, top_k: int
-) -> None:
-    tokens = total.tokens
-    if not same_shape(shape(total.root)[-1:], (up.in_features,)):
-        raise Unproven(f"the sum has {shape(total.root)[-1]} columns, the hidden states {up.in_features}", total.root)
-    if not same(_count(hidden), tokens * up.in_features):
-        raise Unproven(f"the hidden states {tuple(shape(hidden))} are not one row for each of the summed tokens", hidden)
-    for node in (ids, weights):
-        if not same(_count(node), tokens * top_k):
+def _check_sizes(hidden: Node, ids: Node, total: WeightedSum, up: ExpertGemm) -> None:
+    """The row functions hold for as many rows as there are slots, and every tensor has one row or element for each."""
+    tokens, top_k = total.tokens, total.top_k
+    *leading, columns = shape(total.root)
+    if not same(columns, up.in_features) or not same(numel(leading), tokens):
+        raise Unproven(f"the sum has shape {tuple(shape(total.root))}, not (tokens, {up.in_features})", total.root)
+    if sum(static(size) is None for size in leading) > 1:
+        raise Unproven(f"the sum has several dynamic sizes: {tuple(shape(total.root))}", total.root)
+    if not same(shape(hidden)[-1], up.in_features) or not same(numel(shape(hidden)), tokens * up.in_features):
+        raise Unproven(
+            f"the hidden states {tuple(shape(hidden))} are not one row for each of the summed tokens", hidden
+        )
+    for node in (ids, total.weights):
+        if not same(numel(shape(node)), tokens * top_k):
             raise Unproven(f"{node.name} has shape {tuple(shape(node))}, not (tokens, {top_k})", node)
-    if not same(_count(up.node), tokens * top_k * up.out_features):
+    if not same(numel(shape(up.node)[:-1]), tokens * top_k):
         raise Unproven("the projections compute more rows than there are slots", up.node)
-    if tensor(ids).dtype not in (torch.int32, torch.int64):
+    if not same(total.rows, tokens * top_k):
+        raise Unproven("not every slot's row is summed", total.root)
+    if tensor(ids).dtype not in INDICES:
         raise Unproven(f"the expert ids are {tensor(ids).dtype}", ids)
-    for node in (hidden, weights, total.root):
-        if not tensor(node).is_floating_point():
+    for node in (hidden, total.weights, total.root):
+        if not is_float(node):
             raise Unproven(f"{node.name} is {tensor(node).dtype}, not floating point", node)
 
 
-def _check_placeholders(nodes: list[Node | None], hidden: Node, static_inputs: set[Node] | None) -> None:
+def _check_weights(nodes: list[Node | None], hidden: Node, static_inputs: set[Node] | None) -> None:
     device = tensor(hidden).device
     for node in nodes:
         if node is None:
@@ -320,13 +357,14 @@ def _check_placeholders(nodes: list[Node | None], hidden: Node, static_inputs: s
             )
         if tensor(node).device != device:
             raise Unproven(f"the expert weight is on {tensor(node).device}, the hidden states on {device}", node)
-        if not tensor(node).is_floating_point() or tensor(node).element_size() == 1:
+        if not is_float(node):
             raise Unproven(f"the expert weight is {tensor(node).dtype} without block scales", node)
 
 
 def _check_not_used_elsewhere(interior: frozenset[Node], root: Node) -> None:
     for node in interior:
-        if node is root:
+        # A constant may serve several blocks.
+        if node is root or not node.all_input_nodes:
             continue
         for user in node.users:
             if user not in interior and user is not root:

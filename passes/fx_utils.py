@@ -15,6 +15,8 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Integers that hold every index and every count of a routing. Narrower ones overflow, and uint8 indexes as a mask.
+INDICES = (torch.int32, torch.int64)
 
 
 class Unproven(Exception):
@@ -37,6 +39,12 @@ def calls(node: object, *targets: object) -> bool:
 def arg(node: Node, index: int, name: str, default: Any = None) -> Any:
     """An argument given by position or by keyword."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def source_of(node: Node) -> Node | None:
+    """The first argument, if it is a node."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, Node) else None
 
 
 def value(node: object) -> torch.Tensor | None:
@@ -62,9 +70,24 @@ def shape(node: object) -> tuple[Any, ...]:
     return tuple(tensor(node).shape)
 
 
-def is_float(node: object) -> bool:
+def rank(node: object) -> int | None:
+    """The number of dimensions; None if the node makes no tensor."""
     found = value(node)
-    return found is not None and found.dtype in FLOATS
+    return None if found is None else found.dim()
+
+
+def has_dtype(node: object, dtypes: Iterable[torch.dtype]) -> bool:
+    found = value(node)
+    return found is not None and found.dtype in dtypes
+
+
+def is_float(node: object) -> bool:
+    return has_dtype(node, FLOATS)
+
+
+def is_index(node: object) -> bool:
+    """Whether a node makes integers wide enough for indices and counts."""
+    return has_dtype(node, INDICES)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -91,7 +114,7 @@ def static(size: Any) -> int | None:
 
 def dim(node: Node, index: int, name: str, rank: int, default: int = 0) -> int:
     """A dimension argument, made non-negative."""
-    found = arg(node, index, name, default)
+    found = int(arg(node, index, name, default))
     return found + rank if found < 0 else found
 
 
@@ -102,7 +125,8 @@ def describe(node: object) -> str:
     return str(node.target) if node.op == "call_function" else f"{node.op} {node.name}"
 
 
-CASTS = (prims.convert_element_type, aten._to_copy)
+def is_getitem(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
 def is_cast(node: object) -> bool:
@@ -115,16 +139,57 @@ def is_cast(node: object) -> bool:
     return False
 
 
+def is_float_cast(node: object) -> bool:
+    """A change between float dtypes, which is no change of the real-valued function; float8 is not among them."""
+    return is_cast(node) and isinstance(node, Node) and is_float(node) and is_float(source_of(node))
+
+
+def is_index_cast(node: object) -> bool:
+    """A change between dtypes that both hold every index."""
+    return is_cast(node) and isinstance(node, Node) and is_index(node) and is_index(source_of(node))
+
+
 def is_copy(node: object) -> bool:
     """The same values in the same shape and dtype."""
     return calls(node, aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy)
 
 
 def is_reshape(node: object) -> bool:
-    """The same elements in the same order under another shape."""
+    """The same elements in the same order under another shape; ``view(dtype)`` reads other elements and is none."""
     return calls(
-        node, aten.reshape, aten.view, aten._unsafe_view, aten.squeeze, aten.unsqueeze, aten.flatten, aten.unflatten
+        node,
+        aten.reshape,
+        aten.view.default,
+        aten._unsafe_view,
+        aten.squeeze,
+        aten.unsqueeze,
+        aten.flatten,
+        aten.unflatten,
     )
+
+
+def swaps_last_two(node: object) -> bool:
+    """A transposition of each matrix of a 3-D tensor."""
+    if not isinstance(node, Node) or rank(node) != 3:
+        return False
+    if calls(node, aten.permute):
+        return [d % 3 for d in arg(node, 1, "dims")] == [0, 2, 1]
+    return calls(node, aten.transpose.int) and {dim(node, 1, "dim0", 3), dim(node, 2, "dim1", 3)} == {1, 2}
+
+
+def is_zero(node: object) -> bool:
+    """A scalar zero, or a tensor full of zeros."""
+    while isinstance(node, Node) and (is_copy(node) or is_reshape(node) or calls(node, aten.expand) or is_cast(node)):
+        node = source_of(node)
+    if not isinstance(node, Node):
+        return isinstance(node, int | float) and node == 0
+    if calls(node, aten.full, aten.full_like):
+        return bool(arg(node, 1, "fill_value") == 0)
+    if calls(node, aten.new_full):
+        return bool(arg(node, 2, "fill_value") == 0)
+    if calls(node, aten.scalar_tensor):
+        return bool(arg(node, 0, "s") == 0)
+    return calls(node, aten.zeros, aten.zeros_like, aten.new_zeros)
 
 
 def module_path(node: Node) -> str:
@@ -139,12 +204,13 @@ def module_path(node: Node) -> str:
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+_LIBRARY = re.compile(r"/torch/(nn|_ops|functional)|/transformers/(integrations|utils|activations)")
 
 
 def source_location(node: Node) -> str | None:
-    """``modeling_minimax_m2.py:122 in forward: hidden_states = self.experts(...)``: the innermost line of model code."""
+    """``modeling_minimax_m2.py:122 in forward: hidden_states = self.experts(...)``: the innermost model code."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    model_code = [f for f in frames if not re.search(r"/torch/(nn|_ops|functional)|/transformers/(integrations|utils|activations)", f["file"])]
+    model_code = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
     for frame in reversed(model_code or frames):
         name = frame["file"].replace("\\", "/").rsplit("/", 1)[-1]
         return f"{name}:{frame['line']} in {frame['function']}: {frame['code'].strip()}"

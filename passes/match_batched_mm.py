@@ -17,15 +17,21 @@ from moe_compile.passes.fx_utils import (
     aten,
     calls,
     describe,
-    is_cast,
+    dim,
     is_copy,
-    is_float,
+    is_float_cast,
+    is_index,
     is_reshape,
+    numel,
+    rank,
     same,
     same_shape,
     shape,
+    source_of,
+    swaps_last_two,
 )
-from moe_compile.passes.row_provenance import RowProvenance, without_clamp
+from moe_compile.passes.row_expressions import without_clamp
+from moe_compile.passes.row_provenance import RowProvenance
 
 FORM = "batched_mm"
 
@@ -36,52 +42,55 @@ def is_candidate(node: Node) -> bool:
 
 
 def _operands(node: Node) -> tuple[Node, Node] | None:
-    """The two (S, ., .) operands of a bmm or of its multiply-and-sum form, one of which is gathered."""
+    """The (S, M, K) and (S, K, N) operands of a bmm or of its multiply-and-sum form, one of which is gathered."""
     if calls(node, aten.bmm):
-        first, second = node.args[:2]
-    elif calls(node, aten.sum.dim_IntList) and list(node.args[1]) in ([2], [-2]) and not arg(node, 2, "keepdim", False):  # type: ignore[arg-type]
+        first, second = arg(node, 0, "self"), arg(node, 1, "mat2")
+    elif calls(node, aten.sum.dim_IntList):
         # (A.unsqueeze(-1) * B.unsqueeze(1)).sum(2)
-        product = node.args[0]
-        if not calls(product, aten.mul.Tensor):
+        product = source_of(node)
+        if rank(product) != 4 or not calls(product, aten.mul.Tensor) or arg(node, 2, "keepdim", False):
             return None
-        left, right = product.args  # type: ignore[union-attr]
-        if not (calls(left, aten.unsqueeze) and calls(right, aten.unsqueeze)):
+        if arg(node, 1, "dim") not in ([2], [-2]):
             return None
-        if left.args[1] not in (-1, 3) or right.args[1] != 1:  # type: ignore[union-attr]
+        left, right = arg(product, 0, "self"), arg(product, 1, "other")  # type: ignore[arg-type]
+        if not (_unsqueezes(left, 3) and _unsqueezes(right, 1)):
             return None
-        first, second = left.args[0], right.args[0]  # type: ignore[union-attr]
+        first, second = source_of(left), source_of(right)
     else:
         return None
-    if not isinstance(first, Node) or not isinstance(second, Node):
+    if rank(first) != 3 or rank(second) != 3:
         return None
     if _gathered(first) is None and _gathered(second) is None:
+        return None
+    # The multiplication would also broadcast.
+    if not same(shape(first)[0], shape(second)[0]) or not same(shape(first)[2], shape(second)[1]):
         return None
     return first, second
 
 
+def _unsqueezes(node: object, at: int) -> bool:
+    return isinstance(node, Node) and calls(node, aten.unsqueeze) and rank(node) == 4 and dim(node, 1, "dim", 4) == at
+
+
 def _gathered(node: Node) -> Node | None:
     """The node that gathers 3-D weights with one 1-D index, behind casts, copies and transposition."""
-    while is_cast(node) or is_copy(node) or _is_transpose(node):
-        source = node.args[0]
-        if not isinstance(source, Node):
+    while is_float_cast(node) or is_copy(node) or swaps_last_two(node):
+        source = source_of(node)
+        if source is None:
             return None
         node = source
-    if calls(node, aten.index.Tensor):
-        indices = node.args[1]
-        index = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
-    elif calls(node, aten.index_select) and arg(node, 1, "dim") == 0:
-        index = arg(node, 2, "index")
-    else:
-        return None
-    if not isinstance(index, Node) or len(shape(index)) != 1 or is_float(index) or len(shape(node.args[0])) != 3:
-        return None
-    return node
+    index = _index_of(node)
+    weight = source_of(node)
+    return node if rank(index) == 1 and is_index(index) and rank(weight) == 3 else None
 
 
-def _is_transpose(node: Node) -> bool:
-    if calls(node, aten.permute):
-        return list(node.args[1]) == [0, 2, 1]  # type: ignore[arg-type]
-    return calls(node, aten.transpose) and {d % 3 for d in node.args[1:3]} == {1, 2}  # type: ignore[operator]
+def _index_of(gather: Node) -> object:
+    if calls(gather, aten.index.Tensor, aten._unsafe_index.Tensor):
+        indices = arg(gather, 1, "indices")
+        return indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
+    if calls(gather, aten.index_select.default) and arg(gather, 1, "dim") in (0, -3):
+        return arg(gather, 2, "index")
+    return None
 
 
 def match(node: Node, provenance: RowProvenance) -> ExpertGemm:
@@ -98,14 +107,17 @@ def match(node: Node, provenance: RowProvenance) -> ExpertGemm:
     gather = _gathered(weights)
     assert gather is not None
     between, swapped = _chain(weights, gather)
-    placeholder, swapped_before = weight_source(gather.args[0])  # type: ignore[arg-type]
+    table, ids = source_of(gather), _index_of(gather)
+    assert table is not None
+    assert isinstance(ids, Node)
+    placeholder, swapped_before = weight_source(table)
     swapped ^= swapped_before
-    ids = gather.args[1][0] if calls(gather, aten.index.Tensor) else arg(gather, 2, "index")  # type: ignore[index]
     rows_dim = 2 if weight_first else 1
     if not same(shape(vectors)[rows_dim], 1):
         raise Unproven(f"the batched GEMM takes {shape(vectors)[rows_dim]} rows a slot, not one", node)
-    x, x_nodes = _matrix_of_rows(vectors)
-    result, tail = _squeezed(node, 2 if weight_first else 1)
+    slots, features = shape(vectors)[0], shape(vectors)[3 - rows_dim]
+    x, x_nodes = _matrix_of_rows(vectors, slots, features)
+    result, tail = _squeezed(node, slots, shape(weights)[1 if weight_first else 2])
     return ExpertGemm(
         node=result,
         x=x,
@@ -123,42 +135,49 @@ def _chain(top: Node, bottom: Node) -> tuple[list[Node], bool]:
     nodes, swapped = [], False
     while top is not bottom:
         nodes.append(top)
-        swapped ^= _is_transpose(top)
-        top = top.args[0]  # type: ignore[assignment]
+        swapped ^= swaps_last_two(top)
+        source = source_of(top)
+        assert source is not None
+        top = source
     return nodes, swapped
 
 
 def _product_nodes(node: Node) -> list[Node]:
     if calls(node, aten.bmm):
         return []
-    product = node.args[0]
-    assert isinstance(product, Node)
-    return [product, *(factor for factor in product.args if isinstance(factor, Node))]
+    product = source_of(node)
+    assert product is not None
+    return [product, *product.all_input_nodes]
 
 
-def _matrix_of_rows(vectors: Node) -> tuple[Node, list[Node]]:
-    """The (S, K) tensor behind ``x.unsqueeze(-1)`` or ``x.unsqueeze(1)``."""
+def _matrix_of_rows(vectors: Node, slots: int, features: int) -> tuple[Node, list[Node]]:
+    """The (..., K) tensor with one row a slot behind ``x.unsqueeze(-1)`` or ``x.unsqueeze(1)``."""
     nodes = []
     current = vectors
-    while is_reshape(current) or is_copy(current) or is_cast(current):
-        source = current.args[0]
-        assert isinstance(source, Node)
+    while is_reshape(current) or is_copy(current) or is_float_cast(current):
+        source = source_of(current)
+        assert source is not None
         nodes.append(current)
-        if len(shape(source)) == 2 and same_shape([shape(source)[0]], [shape(vectors)[0]]):
-            return source, nodes
+        sizes = shape(source)
+        # The elements are in row-major order, so a last dimension of K makes all others together the slots.
+        if len(sizes) > 1 and same(sizes[-1], features) and same(numel(sizes[:-1]), slots):
+            if len(sizes) == 2 or not (is_reshape(source) or is_copy(source) or is_float_cast(source)):
+                return source, nodes
         current = source
     raise Unproven(f"the rows of the batched GEMM come from {describe(current)} in an unknown shape", current)
 
 
-def _squeezed(node: Node, unit_dim: int) -> tuple[Node, list[Node]]:
-    """The (S, N) result of a product of shape (S, N, 1) or (S, 1, N), and the nodes on the way to it."""
+def _squeezed(node: Node, slots: int, features: int) -> tuple[Node, list[Node]]:
+    """The (..., N) result of a product of shape (S, N, 1) or (S, 1, N), and the nodes on the way to it."""
     nodes: list[Node] = []
     current = node
-    want = tuple(size for d, size in enumerate(shape(node)) if d != unit_dim)
-    while not same_shape(shape(current), want):
+    while not same_shape(shape(current), (slots, features)):
         users = list(current.users)
-        if len(users) != 1 or not (is_reshape(users[0]) or is_cast(users[0]) or is_copy(users[0])):
+        if len(users) == 1 and (is_reshape(users[0]) or is_float_cast(users[0]) or is_copy(users[0])):
+            current = users[0]
+            nodes.append(current)
+        elif nodes and rank(current) != 1 and same(shape(current)[-1], features):
+            break  # (T, K, N)
+        else:
             raise Unproven("the result of the batched GEMM is used in its 3-D shape", current)
-        current = users[0]
-        nodes.append(current)
     return current, nodes

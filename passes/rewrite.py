@@ -9,21 +9,20 @@ from torch.fx import Graph, Node
 
 from moe_compile.kernels.ops import attributes, operator
 from moe_compile.passes.find_experts import MoEMatch
-from moe_compile.passes.fx_utils import aten, same_shape, shape, tensor
+from moe_compile.passes.fx_utils import aten, prims, same, same_shape, shape, static, tensor
 from moe_compile.torch_internals import fake_mode_of
 
 
 def rewrite(graph: Graph, match: MoEMatch, backend: str, activations: str) -> Node:
-    """Insert the operator before the block's root, use its result instead, and return its node.
+    """Insert the operator before the block's root, use its result instead, and return what replaced the root.
 
     The block's own nodes stay for dead-code elimination, as routing values may be used elsewhere.
     """
+    spec = match.spec
     with graph.inserting_before(match.root):
-        tokens = shape(match.root)[0]
-        spec = match.spec
-        hidden = _as_matrix(graph, match.hidden_states, tokens, spec.hidden_size)
-        ids = _as_matrix(graph, match.topk_ids, tokens, spec.top_k)
-        weights = _as_matrix(graph, match.topk_weights, tokens, spec.top_k)
+        hidden = _as_matrix(graph, match.hidden_states, spec.hidden_size, spec.activation_dtype)
+        ids = _as_matrix(graph, match.topk_ids, spec.top_k, tensor(match.topk_ids).dtype)
+        weights = _as_matrix(graph, match.topk_weights, spec.top_k, spec.routing_dtype)
         node = graph.call_function(
             operator(backend),
             (hidden, ids, weights, match.gate_up_proj, match.down_proj),
@@ -33,8 +32,9 @@ def rewrite(graph: Graph, match: MoEMatch, backend: str, activations: str) -> No
             if key in match.root.meta:
                 node.meta[key] = match.root.meta[key]
         _annotate(node)
-    match.root.replace_all_uses_with(node)
-    return node
+        result = _in_shape_of(graph, node, match.root)
+    match.root.replace_all_uses_with(result)
+    return result
 
 
 def _keyword_arguments(match: MoEMatch, activations: str) -> dict[str, Any]:
@@ -46,11 +46,23 @@ def _keyword_arguments(match: MoEMatch, activations: str) -> dict[str, Any]:
     return found
 
 
-def _as_matrix(graph: Graph, node: Node, rows: Any, columns: int) -> Node:
-    """``node`` as (rows, columns). Only its leading dimensions can differ, so -1 stands for a symbolic row count."""
-    if same_shape(shape(node), (rows, columns)):
+def _as_matrix(graph: Graph, node: Node, columns: int, dtype: torch.dtype) -> Node:
+    """``node`` as (rows, columns) of a dtype. -1 stands for the number of rows, which may be symbolic."""
+    if len(shape(node)) != 2 or not same(shape(node)[1], columns):
+        node = graph.call_function(aten.reshape.default, (node, [-1, columns]))
+        _annotate(node)
+    if tensor(node).dtype != dtype:
+        node = graph.call_function(prims.convert_element_type.default, (node, dtype))
+        _annotate(node)
+    return node
+
+
+def _in_shape_of(graph: Graph, node: Node, root: Node) -> Node:
+    """The operator's (T, H) as the root has it, such as (batch, sequence, H) with at most one symbolic size."""
+    if same_shape(shape(node), shape(root)):
         return node
-    reshaped = graph.call_function(aten.reshape.default, (node, [-1, columns]))
+    sizes = [-1 if static(size) is None else size for size in shape(root)]
+    reshaped = graph.call_function(aten.reshape.default, (node, sizes))
     _annotate(reshaped)
     return reshaped
 
