@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # often enough that reading weights once per slot costs more than sorting.
 MAX_UNSORTED_SLOTS = 64
 
-LARGEST_BLOCK_M = {"bf16": 128, "fp16": 64, "fp32": 32}
+LARGEST_BLOCK_M = {"bf16": 128, "mxfp8": 32, "fp16": 64, "fp32": 32}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def choose_config(
 
     Args:
         num_tokens, top_k, num_experts, hidden_size, intermediate_size: T, K, E (of the weights), H, I; all >= 1.
-        dot: ``bf16``, ``fp16`` or ``fp32``, see gemm_kernels.
+        dot: ``bf16``, ``fp16`` or ``fp32``, see gemm_kernels; ``mxfp8`` is bf16 with activations decoded as well.
         arch: as `Target.arch` names it; anything that is not AMD's (gfx...) is treated as NVIDIA.
     """
     slots = num_tokens * top_k
@@ -65,13 +65,14 @@ def _vector_tiles(k: int) -> Tiles:
 
 def _matrix_tiles(block_m: int, k: int, dot: str, arch: str) -> Tiles:
     # The compilers' reports for gfx942, gfx950, sm_80, sm_90 and sm_100 bound these: no register spills to memory
-    # (gate_up at m64 k128 with 4 warps: 248 bytes a thread on sm_90; fp32 with 4 warps: 16), and 64 KiB on gfx942.
+    # with Triton 3.6, 3.7 and 3.9 (gate_up at m64 k128 with 4 warps: 248 bytes a thread on sm_90; fp32 with 4 warps: 16;
+    # mxfp8 at m16 k128: 416 on sm_80, 8 on sm_100; mxfp8 at m128 k64: 704 on sm_80), and 64 KiB of LDS on gfx942.
     stages = 2 if arch.startswith("gfx") else 3
     if dot == "fp16":
         return Tiles(block_n=64, block_k=32, num_warps=4, num_stages=stages)
     if dot == "fp32":
         return Tiles(block_n=32, block_k=32, num_warps=8, num_stages=2)
-    block_k = min(max(_power_of_two(k), 32), 128 if block_m <= 32 else 64)
+    block_k = min(max(_power_of_two(k), 32), 128 if block_m <= 32 and dot == "bf16" else 64)
     return Tiles(block_n=64, block_k=block_k, num_warps=8 if block_m == 128 else 4, num_stages=stages)
 
 

@@ -95,7 +95,7 @@ def plan(
         return torch.zeros(hidden_states.shape, dtype=out_dtype, device=hidden_states.device), []
     out = torch.empty(hidden_states.shape, dtype=out_dtype, device=hidden_states.device)
     dot = "bf16" if quantized else DOT[hidden_states.dtype]
-    config = choose_config(num_tokens, top_k, *sizes, dot, arch)
+    config = choose_config(num_tokens, top_k, *sizes, "mxfp8" if quantized else dot, arch)
     routing = (
         topk_ids.contiguous(),
         topk_weights.contiguous(),

@@ -28,7 +28,7 @@ def reduce_kernel(
     for k in range(TOP_K):
         slot = token * TOP_K + k
         routed = local_expert(ids_ptr, slot, True, expert_map_ptr, NUM_EXPERTS, NUM_IDS) >= 0
-        partial = tl.load(partials_ptr + slot * H + h, mask=(h < H) & routed, other=0.0)
+        partial = tl.load(partials_ptr + slot * H + h, mask=h < tl.where(routed, H, 0), other=0.0)
         weight = tl.where(routed, to_f32(tl.load(weights_ptr + slot)), 0.0)
         total += weight * partial
     tl.store(out_ptr + token * H + h, round_to(total, out_ptr.dtype.element_ty), mask=h < H)

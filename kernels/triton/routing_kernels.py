@@ -90,8 +90,9 @@ def place_kernel(
 
     slots = chunk * CHUNK + tl.arange(0, CHUNK)
     experts = local_expert(ids_ptr, slots, slots < num_slots, expert_map_ptr, NUM_EXPERTS, NUM_IDS)
-    in_chunk = (columns < NUM_EXPERTS) & (chunk < num_chunks)
-    first = starts + tl.load(counts_ptr + columns * num_chunks + chunk, mask=in_chunk, other=0)
+    # A vector mask `&` a scalar one is not a mask in the interpreter of Triton 3.9, hence the bound of 0.
+    experts_in_chunk = tl.where(chunk < num_chunks, NUM_EXPERTS, 0)
+    first = starts + tl.load(counts_ptr + columns * num_chunks + chunk, mask=columns < experts_in_chunk, other=0)
     earlier = (experts[:, None] == experts[None, :]) & (slots[:, None] > slots[None, :])
     position = tl.gather(first, tl.where(experts < 0, 0, experts), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
     tl.store(sorted_slots_ptr + position, slots, mask=experts >= 0)

@@ -92,17 +92,20 @@ def test_every_kernel_of_a_call(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    ("num_tokens", "dtype", "model"),
+    ("num_tokens", "dtype", "model", "quantized"),
     [
-        pytest.param(64, torch.bfloat16, M3_TP4, id="bf16-m16"),
-        pytest.param(1600, torch.bfloat16, M2, id="bf16-m64"),
-        pytest.param(4096, torch.bfloat16, M3_TP4, id="bf16-m128"),
-        pytest.param(4096, torch.float16, M3_TP4, id="fp16-m64"),
-        pytest.param(4096, torch.float32, M3_TP4, id="fp32-m32"),
+        pytest.param(64, torch.bfloat16, M3_TP4, False, id="bf16-m16"),
+        pytest.param(1600, torch.bfloat16, M2, False, id="bf16-m64"),
+        pytest.param(4096, torch.bfloat16, M3_TP4, False, id="bf16-m128"),
+        pytest.param(4096, torch.bfloat16, M3_TP4, True, id="mxfp8-m32"),
+        pytest.param(4096, torch.float16, M3_TP4, False, id="fp16-m64"),
+        pytest.param(4096, torch.float32, M3_TP4, False, id="fp32-m32"),
     ],
 )
-def test_projections(num_tokens: int, dtype: torch.dtype, model: tuple[int, int, int, int], arch: str) -> None:
-    for launch in meta_launches(arch, num_tokens, model, dtype):
+def test_projections(
+    num_tokens: int, dtype: torch.dtype, model: tuple[int, int, int, int], quantized: bool, arch: str
+) -> None:
+    for launch in meta_launches(arch, num_tokens, model, dtype, quantized=quantized):
         if launch.kernel.__name__ in PROJECTIONS:
             assert_fits(launch, arch)
 

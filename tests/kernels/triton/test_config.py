@@ -9,7 +9,7 @@ ARCHS = ["sm_80", "sm_90", "sm_100", "gfx942", "gfx950"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dot", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dot", ["bf16", "fp16", "fp32", "mxfp8"])
 def test_tiles_fit_the_format_and_the_slots(dot: str, arch: str) -> None:
     sizes = itertools.product([1, 2, 7, 16, 17, 300, 4096], [1, 4, 10], [1, 8, 256], [32, 100, 768, 6144], [31, 1536])
     for tokens, top_k, experts, hidden, intermediate in sizes:
