@@ -9,7 +9,7 @@ import torch
 
 from moe_compile.errors import BackendRefused
 from moe_compile.options import CompileOptions
-from moe_compile.selection import AUTO_ORDER, Rejection
+from moe_compile.selection import AUTO_ORDER, Rejection, Selection
 from moe_compile.spec import ExpertSpec
 from moe_compile.target import Capabilities, Target
 
@@ -117,6 +117,16 @@ def refuse_hopeless_choice(options: CompileOptions, machine: Sequence[Target], c
             f"moe_rocm: moe_backend={backend.name!r} cannot run on this machine ({machine[0].arch}):{lines}\n"
             "Choose another moe_backend, or 'auto' for the first that can."
         )
+
+
+def missing_package(selection: Selection, capabilities: Capabilities) -> Rejection | None:
+    """The first backend that was passed over for nothing but a package that is not installed, if there is one."""
+    problems = {capabilities.triton.problem, capabilities.aiter.problem, capabilities.flydsl.problem}
+    for name in BACKENDS:
+        reasons = [rejection for rejection in selection.rejected if rejection.backend == name]
+        if len(reasons) == 1 and reasons[0].reason in problems:
+            return reasons[0]
+    return None
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,11 @@ def _patches(options: CompileOptions) -> dict[str, Any]:
     patches = mode_patches(options.mode)
     if isinstance(options.inductor, Mapping):
         patches.update(options.inductor)
+    if not patches.get("use_post_grad_passes", True):
+        raise OptionError(
+            "moe_rocm: inductor={'use_post_grad_passes': False} switches off the pass that rewrites the experts. "
+            "Leave it out, or compile with backend='inductor'"
+        )
     return patches
 
 

@@ -18,7 +18,7 @@ import moe_compile.kernels
 import moe_compile.passes
 from moe_compile._version import __version__
 from moe_compile.errors import MoeCompileError, RewriteRefused
-from moe_compile.kernels.registry import BACKENDS, refuse_hopeless_choice
+from moe_compile.kernels.registry import BACKENDS, missing_package, refuse_hopeless_choice
 from moe_compile.options import CompileOptions
 from moe_compile.passes.find_experts import MoEMatch, NearMiss, find_experts
 from moe_compile.passes.fx_utils import tensor
@@ -114,6 +114,11 @@ class MoEFusionPass(GraphPassBase):
                 check_output(rewrite(graph, block, selection.backend, self.options.activations), block.root)
                 layers.append(_rewritten(block, selection))
                 rewritten += 1
+                missing = missing_package(selection, self.capabilities)
+                if missing is not None:
+                    _warn_once(
+                        f"moe_rocm: {selection.backend} runs the experts; a faster backend is missing: {missing}"
+                    )
         if rewritten:
             graph.eliminate_dead_code()
             graph.lint()
@@ -163,6 +168,11 @@ def package_digest() -> str:
             digest.update(f"{package.__name__}/{path.relative_to(folder)}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _machine() -> tuple[Target, ...]:

@@ -7,7 +7,7 @@ import torch
 
 import moe_compile
 from moe_compile.errors import BackendRefused
-from moe_compile.kernels.registry import BACKENDS, available_backends, refuse_hopeless_choice
+from moe_compile.kernels.registry import BACKENDS, available_backends, missing_package, refuse_hopeless_choice
 from moe_compile.options import CompileOptions
 from moe_compile.selection import AUTO_ORDER, Rejection, select_backend
 from moe_compile.spec import ExpertSpec
@@ -103,6 +103,16 @@ def test_auto_takes_the_first_that_runs_and_keeps_every_reason(arch: str) -> Non
 def test_auto_never_fails() -> None:
     for target in TARGETS.values():
         assert select_backend(CompileOptions(), SPEC, target, BARE, BACKENDS).backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("arch", "missing"), [("sm_90", BARE.triton.problem), ("gfx942", BARE.triton.problem), ("cpu", None)]
+)
+def test_the_package_that_alone_is_missing(arch: str, missing: str | None) -> None:
+    selection = select_backend(CompileOptions(), SPEC, TARGETS[arch], BARE, BACKENDS)
+    found = missing_package(selection, BARE)
+    assert (found and found.reason) == missing
+    assert missing_package(select_backend(CompileOptions(), SPEC, TARGETS[arch], FULL, BACKENDS), FULL) is None
 
 
 class TestHopelessChoice:

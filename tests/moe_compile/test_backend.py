@@ -22,7 +22,9 @@ import moe_compile
 from moe_compile import packed_weights
 from moe_compile.errors import BackendRefused, OptionError, RewriteRefused
 from moe_compile.kernels import ops
+from moe_compile.passes import fusion_pass
 from moe_compile.passes.fusion_pass import GRADIENTS
+from moe_compile.target import Capabilities, Package, Target
 
 AOT = {"inductor": False}
 # bf16 sums in another order than the yardstick's; MXFP8 itself moves the result by 0.03 and more.
@@ -137,6 +139,24 @@ class TestRewritten:
         assert only_report().summary() == "no expert blocks found"
 
 
+def test_a_faster_backend_that_is_not_installed_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fusion_pass._warn_once.cache_clear()
+    missing = Capabilities(triton=Package(problem="triton is not installed (pip install triton)"))
+    monkeypatch.setattr(Capabilities, "detect", classmethod(lambda cls: missing))
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: Target("cuda", "sm_90")))
+    with torch.no_grad():
+        for seed in (0, 1):
+            torch.compiler.reset()
+            compiled_with(moe(seed=seed))(hidden_states())
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "moe_rocm" in r.getMessage()]
+    assert warnings == [
+        "moe_rocm: reference runs the experts; a faster backend is missing: "
+        "triton: triton is not installed (pip install triton)"
+    ]
+
+
 class Breaks(nn.Module):
     """Three graphs: before the break, the experts, and after the second break."""
 
@@ -193,6 +213,7 @@ class TestRefused:
             ({"strict": "yes"}, ["strict='yes'", "True, False"]),
             ({"inductor": 1}, ["inductor=1"]),
             ({"max_rewrites": -1}, ["max_rewrites=-1"]),
+            ({"inductor": {"use_post_grad_passes": False}}, ["use_post_grad_passes", "backend='inductor'"]),
             ({"inductor": False, "mode": "reduce-overhead"}, ["mode='reduce-overhead'", "inductor=False"]),
         ],
     )
