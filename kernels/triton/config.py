@@ -65,7 +65,7 @@ def _vector_tiles(k: int) -> Tiles:
 
 def _matrix_tiles(block_m: int, k: int, dot: str, arch: str) -> Tiles:
     # The compilers' reports for gfx942, gfx950, sm_80, sm_90 and sm_100 bound these: no register spills to memory
-    # with Triton 3.6, 3.7 and 3.9 (gate_up at m64 k128 with 4 warps: 248 bytes a thread on sm_90; fp32 with 4 warps: 16;
+    # with Triton 3.6, 3.7 and 3.9 (gate_up at m64 k128 with 4 warps: 248 bytes a thread on sm_90; fp32 the same: 16;
     # mxfp8 at m16 k128: 416 on sm_80, 8 on sm_100; mxfp8 at m128 k64: 704 on sm_80), and 64 KiB of LDS on gfx942.
     stages = 2 if arch.startswith("gfx") else 3
     if dot == "fp16":
