@@ -10,15 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 from moe_compile import cli, demo
-from moe_compile.demo import NEW_TOKENS, TokenErrors
+from moe_compile.demo import NEW_TOKENS
 from moe_compile.options import CompileOptions
 
 SCRIPT = Path(sys.executable).with_name("moe-compile")
 
 
-def errors_in(text: str) -> list[tuple[float, float]]:
-    """(median, largest) of the three lines of errors, in their order."""
-    return [(float(a), float(b)) for a, b in re.findall(r"^ +(\S+) median, (\S+) largest ", text, re.M)]
+def errors_in(text: str) -> list[float]:
+    """The three errors, in their order."""
+    return [float(error) for error in re.findall(r"^ +([0-9.e+-]+)   (?:compiled|that)", text, re.M)]
 
 
 def check_output(text: str) -> None:
@@ -26,10 +26,9 @@ def check_output(text: str) -> None:
     assert re.search(r"│ model.layers.1.mlp.experts +│ grouped_mm +│ H128 I64 E8 k2 ", text)
     assert re.search(rf"tokens generated: (\d+ ){{{NEW_TOKENS}}}\(random weights", text)
     compiled_to_bf16, compiled_to_yardstick, rounding = errors_in(text)
-    assert 0.01 < compiled_to_bf16[0] < 0.06
-    assert 0.01 < rounding[0] < 0.06
-    # bf16 sums in another order move the logits of this model by about 1e-2, seen with plain Inductor.
-    assert compiled_to_yardstick[0] < 0.015
+    assert 0.01 < compiled_to_bf16 < 0.06
+    assert 0.01 < rounding < 0.06
+    assert compiled_to_yardstick < 0.01
     assert "moe-compile explain model.py:make_model" in text
 
 
@@ -90,10 +89,3 @@ def test_a_backend_that_cannot_run_here_is_refused() -> None:
     run = CliRunner().invoke(cli.app, ["demo", "--moe-backend", "nonsense"])
     assert run.exit_code == 2
     assert run.stderr.startswith("moe-compile: option moe_backend='nonsense' is not valid. Choices are auto, ")
-
-
-def test_token_errors() -> None:
-    expected = torch.tensor([[[3.0, 4.0], [1.0, 0.0], [0.0, 2.0]]])
-    actual = torch.tensor([[[3.0, 4.5], [1.0, 0.0], [0.0, 1.0]]])
-    assert TokenErrors.between(actual, expected) == TokenErrors(median=0.1, largest=0.5)
-    assert str(TokenErrors(0.0123, 0.5)) == "1.2e-02 median, 5.0e-01 largest"

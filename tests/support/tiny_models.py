@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from moe_compile.demo import with_mxfp8_experts
+from moe_compile.demo import relative_error, separate_routing, with_mxfp8_experts
+
+__all__ = ["LAYERS", "MODELS", "VOCAB", "relative_error", "tokens", "yardstick"]
 
 VOCAB = 160
 LAYERS = 2
@@ -73,29 +75,8 @@ MODELS = {"minimax_m2": minimax_m2, "minimax_m3": minimax_m3}
 def _seeded(kind: Any, config: Any, implementation: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     model = kind._from_config(config, dtype=dtype, experts_implementation=implementation).eval()
-    _give_experts_weight(model)
+    separate_routing(model)
     return model
-
-
-def _give_experts_weight(model: Any) -> None:
-    """Let experts matter in the logits, and let each token choose its experts with a wide margin.
-
-    At random weights, rounding anywhere before a router sends some tokens to other experts, and no tolerance tells that
-    from a fault. So every token carries a code in its first E dimensions, K of them positive, which the routers read.
-    """
-    generator = torch.Generator().manual_seed(1)
-    config = model.config
-    num_experts, top_k = config.num_local_experts, config.num_experts_per_tok
-    with torch.no_grad():
-        embedding = model.get_input_embeddings().weight
-        order = torch.rand(embedding.shape[0], num_experts, generator=generator).argsort(dim=-1)
-        embedding.normal_(generator=generator)
-        embedding[:, :num_experts] = torch.where(order < top_k, 4.0, -4.0).to(embedding.dtype)
-        for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                parameter[:, :num_experts] += 0.5 * torch.eye(num_experts)
-            elif ".experts." in name:
-                parameter.mul_(6)
 
 
 def tokens(length: int, batch: int = 1, seed: int = 0, device: str = "cpu") -> torch.Tensor:
@@ -106,9 +87,3 @@ def tokens(length: int, batch: int = 1, seed: int = 0, device: str = "cpu") -> t
 def yardstick(model: Any) -> Any:
     """The same model with every expert weight rounded to MXFP8 and back: what the rewritten model must equal."""
     return with_mxfp8_experts(copy.deepcopy(model))
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """``||actual - expected|| / ||expected||``, in float64; NaN stays NaN."""
-    actual, expected = actual.double(), expected.double()
-    return float((actual - expected).norm() / expected.norm())
