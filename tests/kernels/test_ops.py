@@ -78,7 +78,8 @@ def expected(positional: tuple[Tensor, ...], keywords: dict[str, Any], spec: Exp
     hidden, ids, weights, gate_up, down = positional
     named = {name: keywords.get(name) for name in ("gate_up_bias", "down_bias", "gate_up_scale", "down_scale")}
     packed = layouts.pack_experts(spec, gate_up, down, **named)
-    return reference.experts(hidden, ids, weights, packed, spec.gate, **more)
+    out: Tensor = reference.experts(hidden, ids, weights, packed, spec.gate, **more)
+    return out
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -143,7 +144,7 @@ def test_the_fake_with_a_symbolic_number_of_tokens(operator: Any, out_dtype: tor
     positional, _ = arguments()
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         fakes = [mode.from_tensor(t, static_shapes=i > 2) for i, t in enumerate(positional)]
-        tokens = fakes[0].shape[0]
+        tokens: Any = fakes[0].shape[0]
         out = operator(*fakes, out_dtype=out_dtype)
     assert isinstance(tokens, torch.SymInt)
     assert out.shape[0] is tokens or out.shape[0].node.expr == tokens.node.expr

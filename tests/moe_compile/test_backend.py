@@ -26,7 +26,7 @@ from moe_compile.passes import fusion_pass
 from moe_compile.passes.fusion_pass import GRADIENTS
 from moe_compile.target import Capabilities, Package, Target
 
-AOT = {"inductor": False}
+AOT: dict[str, Any] = {"inductor": False}
 # bf16 sums in another order than the yardstick's; MXFP8 itself moves the result by 0.03 and more.
 CLOSE = 8e-3
 
@@ -46,7 +46,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counting(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(hidden.shape[0])
-        return run(hidden, *args, **kwargs)
+        out: Tensor = run(hidden, *args, **kwargs)
+        return out
 
     monkeypatch.setattr(ops.reference, "experts", counting)
     return seen
@@ -170,7 +171,8 @@ class Breaks(nn.Module):
         x = self.first(x)
         torch._dynamo.graph_break()
         self.ran.append("first")
-        return self.moe(x)
+        out: Tensor = self.moe(x)
+        return out
 
 
 class TestRefused:
@@ -357,7 +359,8 @@ class TestGradients:
 
         def run(x: Tensor) -> Tensor:
             with torch.no_grad():
-                return experts(x)
+                out: Tensor = experts(x)
+            return out
 
         x = hidden_states()
         out = torch.compile(run, backend="moe_rocm", options=AOT)(x)

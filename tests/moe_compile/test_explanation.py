@@ -111,7 +111,8 @@ def test_graph_breaks_are_noted() -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = x * 2
             torch._dynamo.graph_break()
-            return self.moe(x)
+            out: Tensor = self.moe(x)
+            return out
 
     report = explained(Breaks(), hidden_states())
     assert (report.rewritten, report.graphs) == (1, 2)
@@ -145,7 +146,8 @@ def test_keyword_arguments_and_functions() -> None:
     model = moe()
 
     def run(*, x: Tensor) -> Tensor:
-        return model(x)
+        out: Tensor = model(x)
+        return out
 
     assert explain_with(AOT, run, (), {"x": hidden_states()}).rewritten == 1
 
@@ -185,7 +187,7 @@ class TestRefresh:
     def test_of_a_compiled_model_and_of_one_without_packs(self) -> None:
         model: MoE = moe()
         assert moe_compile.refresh(model) == 0
-        compiled = torch.compile(model, backend="moe_rocm", options={"inductor": False})
+        compiled: Any = torch.compile(model, backend="moe_rocm", options={"inductor": False})
         with torch.no_grad():
             compiled(hidden_states())
         assert moe_compile.refresh(compiled) == 1

@@ -30,7 +30,8 @@ class Experts(nn.Module):
         return silu(gate) * up
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        return getattr(self, self.spelling)(hidden_states, topk_ids, topk_weights)
+        forward = self.grouped if self.spelling == "grouped" else self.batched
+        return forward(hidden_states, topk_ids, topk_weights)
 
     def grouped(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         top_k = topk_ids.size(-1)
@@ -67,7 +68,8 @@ class MoE(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:  # (T, H) -> (T, H)
         scores = torch.softmax(self.router(hidden_states).float(), dim=-1)
         topk_weights, topk_ids = torch.topk(scores, K, dim=-1)
-        return self.experts(hidden_states, topk_ids, topk_weights.to(hidden_states.dtype))
+        out: Tensor = self.experts(hidden_states, topk_ids, topk_weights.to(hidden_states.dtype))
+        return out
 
 
 class Block(nn.Module):
@@ -79,7 +81,8 @@ class Block(nn.Module):
         self.experts = Experts(spelling).to(torch.bfloat16)
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        return self.experts(x, topk_ids, topk_weights)
+        out: Tensor = self.experts(x, topk_ids, topk_weights)
+        return out
 
 
 def moe(
