@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import moe_compile
-from moe_compile import packed_weights
+from moe_compile import packed_weights, torch_internals
 from moe_compile.errors import BackendRefused, PackedWeightsError
 from moe_compile.explanation import explain_with
 from moe_compile.options import CompileOptions
@@ -80,10 +80,13 @@ def test_a_compiled_model_is_not_disturbed() -> None:
     assert packed_weights.statistics().entries >= 1
 
 
-def test_explaining_often_uses_up_no_recompile_limit() -> None:
+@pytest.mark.parametrize("can_isolate", [True, False], ids=["torch >= 2.12", "torch 2.11"])
+def test_explaining_often_uses_up_no_recompile_limit(can_isolate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, "_CAN_ISOLATE", can_isolate and torch_internals._CAN_ISOLATE)
     model, x = moe(), hidden_states()
     for _ in range(torch._dynamo.config.recompile_limit + 2):
-        assert explained(model, x).rewritten == 1
+        (layer,) = explained(model, x).layers
+        assert (layer.name, layer.rewritten) == ("experts", True)
     compiled = torch.compile(model, backend="moe_rocm", options={"inductor": False})
     with torch.no_grad():
         compiled(x)
