@@ -27,6 +27,7 @@ from moe_compile.passes.fusion_pass import MoEFusionPass, package_digest
 from moe_compile.torch_internals import GraphPassBase
 
 SUPPORT = Path(__file__).parents[1] / "support"
+PYTHONPATH = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Prints what came out, how often our kernel ran, and what the report says.
 CHILD = """
@@ -64,7 +65,7 @@ print(json.dumps(found))
 
 
 def child(cache: Path, *backends: str) -> list[dict[str, Any]]:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(SUPPORT)}
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-P", "-c", CHILD, *backends]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -286,7 +287,7 @@ def test_torch_logs_takes_the_packages_name() -> None:
         "import torch, sys; from moe_modules import *\n"
         "with torch.no_grad(): torch.compile(Block(), backend='moe_rocm', options={'inductor': False})(*routed())"
     )
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "TORCH_LOGS": "+moe_compile"}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TORCH_LOGS": "+moe_compile"}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "1/1 expert blocks -> reference" in done.stderr
