@@ -19,19 +19,19 @@ from moe_compile.passes.fx_utils import (
     INDICES,
     Unproven,
     is_float,
-    is_float_cast,
     module_path,
     numel,
     same,
     same_shape,
     shape,
     source_location,
-    source_of,
     static,
     tensor,
-    value,
+    value_users,
+    without_float_casts,
 )
 from moe_compile.passes.gate_function import GateMatch, match_gate_function
+from moe_compile.passes.near_misses import Failure, NearMiss, near_misses
 from moe_compile.passes.row_expressions import (
     ROW,
     Expr,
@@ -42,6 +42,7 @@ from moe_compile.passes.row_expressions import (
     compose,
     floor_div,
     is_injective,
+    perm,
     sorts_in,
     without_clamp,
 )
@@ -74,17 +75,6 @@ class MoEMatch:
     interior: frozenset[Node] = field(repr=False, default=frozenset())
 
 
-@dataclass(frozen=True)
-class NearMiss:
-    """Something that looks like an expert block and could not be proven to be one."""
-
-    form: str
-    reason: str
-    node: Node
-    name: str
-    location: str | None
-
-
 def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[MoEMatch | NearMiss]:
     """All expert blocks of a graph, in graph order.
 
@@ -94,7 +84,7 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
     """
     provenance = RowProvenance()
     gemms: dict[Node, ExpertGemm] = {}
-    failed: list[tuple[Node, str, Unproven]] = []
+    failures: list[Failure] = []
     for node in graph.nodes:
         for matcher in MATCHERS:
             if not matcher.is_candidate(node):
@@ -102,72 +92,23 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
             try:
                 gemm = matcher.match(node, provenance)
             except Unproven as problem:
-                failed.append((node, matcher.FORM, problem))
+                failures.append(Failure(node, tuple(node.all_input_nodes), matcher.FORM, problem, False))
                 continue
             gemms[gemm.node] = gemm
     results: dict[Node, MoEMatch | NearMiss] = {}
     used: set[Node] = set()
-    failures: list[tuple[ExpertGemm, Unproven]] = []
     for gemm in gemms.values():
         try:
             match = _prove(gemm, gemms, provenance, static_inputs)
         except Unproven as problem:
-            failures.append((gemm, problem))
+            failures.append(Failure(gemm.node, (gemm.x,), gemm.form, problem, True))
             continue
         results[match.root] = match
         used |= match.interior
-    misses = [
-        (gemm.node, _near_miss(gemm.node, gemm.form, problem))
-        for gemm, problem in failures
-        if gemm.node not in used and not _is_up_projection(gemm, failures, provenance)
-    ]
-    misses += [(node, _near_miss(node, form, problem)) for node, form, problem in failed if node not in used]
-    for node, miss in misses:
-        results[node] = miss
     order = {node: i for i, node in enumerate(graph.nodes)}
-    return _one_miss_a_block([results[node] for node in sorted(results, key=order.__getitem__)])
-
-
-def _is_up_projection(gemm: ExpertGemm, failures: list[tuple[ExpertGemm, Unproven]], provenance: RowProvenance) -> bool:
-    """Whether the failure of a down projection behind this one tells more than this one's own."""
-    return any(other is not gemm and _starts_from(other, gemm, provenance) for other, _ in failures)
-
-
-def _starts_from(down: ExpertGemm, up: ExpertGemm, provenance: RowProvenance) -> bool:
-    """Whether ``down`` reads the result of ``up`` through anything that keeps one row a slot."""
-    stack, seen = [down.x], set()
-    while stack:
-        node = stack.pop()
-        if node is up.node:
-            return True
-        found = value(node)
-        if node in seen or node.op != "call_function" or (found is None and node.meta.get("val") is None):
-            continue
-        seen.add(node)
-        if found is not None and (not is_float(node) or provenance.rows(node).index != ROW):
-            continue  # routing, or the gather of the hidden states
-        if found is not None and not (found.dim() >= 2 and same(found.shape[0], shape(down.x)[0])):
-            continue
-        stack.extend(node.all_input_nodes)
-    return False
-
-
-def _one_miss_a_block(found: list[MoEMatch | NearMiss]) -> list[MoEMatch | NearMiss]:
-    """Both projections of one module usually fail together: the first reason stands for the block."""
-    named: set[str] = set()
-    kept: list[MoEMatch | NearMiss] = []
-    for one in found:
-        if isinstance(one, NearMiss):
-            if one.name in named:
-                continue
-            named.add(one.name)
-        kept.append(one)
-    return kept
-
-
-def _near_miss(node: Node, form: str, problem: Unproven) -> NearMiss:
-    where = problem.node if problem.node is not None else node
-    return NearMiss(form, problem.reason, where, module_path(node), source_location(where) or source_location(node))
+    failures = sorted((f for f in failures if f.node not in used), key=lambda f: order[f.node])
+    results.update(near_misses(failures, provenance))
+    return [results[node] for node in sorted(results, key=order.__getitem__)]
 
 
 def _prove(
@@ -245,15 +186,12 @@ def _check_projections(up: ExpertGemm, down: ExpertGemm, gate: GateMatch) -> Non
 def _hidden_states(x: Node, provenance: RowProvenance) -> tuple[Rows, torch.dtype]:
     """The rows of the up projection, and the dtype that they have there: a cast may follow their routing."""
     rows = provenance.rows(x)
-    dtype = tensor(x).dtype
-    while rows.index == ROW and is_float_cast(rows.base):
-        source = source_of(rows.base)
-        assert source is not None
+    if rows.index == ROW:
+        source = without_float_casts(rows.base)
         behind = provenance.rows(source)
-        if behind == Rows(source):
-            break
-        rows = Rows(behind.base, behind.index, (*rows.masks, *behind.masks))
-    return rows, dtype
+        if behind != Rows(source):
+            rows = Rows(behind.base, behind.index, (*rows.masks, *behind.masks))
+    return rows, tensor(x).dtype
 
 
 def _check_routing(down: ExpertGemm, total: WeightedSum, provenance: RowProvenance) -> Node:
@@ -295,12 +233,11 @@ class _Routing:
             return True
         if not isinstance(found, Load) or found.base is not self.ids:
             return False
-        here, there = found.inner, self.slot
-        return (
-            isinstance(here, Perm)
-            and isinstance(there, Perm)
-            and here.inner == there.inner
-            and all(self.provenance.element(sort_input(e.sort)) == Load(self.ids, ROW) for e in (here, there))
+        place = found.inner
+        return isinstance(place, Perm) and any(
+            perm(order, place.inner) == self.slot
+            and all(self.provenance.element(sort_input(sort)) == Load(self.ids, ROW) for sort in (order, place.sort))
+            for order in (*sorts_in(place), *sorts_in(self.slot))
         )
 
     def check_mask(self, mask: Mask) -> None:
@@ -366,7 +303,7 @@ def _check_not_used_elsewhere(interior: frozenset[Node], root: Node) -> None:
         # A constant may serve several blocks.
         if node is root or not node.all_input_nodes:
             continue
-        for user in node.users:
+        for user in value_users(node):
             if user not in interior and user is not root:
                 raise Unproven(
                     f"the intermediate value {node.name} is used outside the block as well, by {user.name}", node

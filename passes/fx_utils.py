@@ -144,6 +144,24 @@ def is_float_cast(node: object) -> bool:
     return is_cast(node) and isinstance(node, Node) and is_float(node) and is_float(source_of(node))
 
 
+def without_float_casts(node: Node) -> Node:
+    """What was cast to ``node``, through float dtypes."""
+    while is_float_cast(node):
+        source = source_of(node)
+        assert source is not None
+        node = source
+    return node
+
+
+def value_users(node: Node) -> list[Node]:
+    """The users that read the values of ``node``, and not only its size and dtype."""
+    only_size = (
+        aten.sym_size, aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like,
+        aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full,
+    )  # fmt: skip
+    return [user for user in node.users if not calls(user, *only_size)]
+
+
 def is_index_cast(node: object) -> bool:
     """A change between dtypes that both hold every index."""
     return is_cast(node) and isinstance(node, Node) and is_index(node) and is_index(source_of(node))
@@ -199,7 +217,7 @@ def module_path(node: Node) -> str:
         return node.name
     path, _ = list(stack.values())[-1]
     path = re.sub(r"^L\['[^']*'\]\.?", "", str(path))
-    path = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", path)
+    path = re.sub(r"\.?_modules\['([^']*)'\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", path)
     return path.removeprefix("_orig_mod.").strip(".") or node.name
 
 

@@ -183,7 +183,8 @@ def _gated_candidates(
     up_values, up_outputs = varied(1)
     ones = torch.ones_like(up_values)
     positive = [c for c in constants if c > 0]
-    offsets = [0.0, *positive, *(-c for c in positive)]
+    # 1 may not be there: f(g) * u + f(g)
+    offsets = [0.0, 1.0, *positive, *(-c for c in positive)]
     for limit, cap, offset in itertools.product([None, *positive], [None, *positive], offsets):
         # relu(1) = 1 as A, so this is U up to a factor
         up_alone = GateFunction("relu", limit=limit, up_offset=offset, up_softcap=cap)

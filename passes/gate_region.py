@@ -33,6 +33,7 @@ from moe_compile.passes.fx_utils import (
     shape,
     source_of,
     tensor,
+    without_float_casts,
 )
 from moe_compile.passes.row_expressions import Clamp, Load, Mask, Rows
 from moe_compile.passes.row_provenance import RowProvenance
@@ -83,7 +84,7 @@ class Region:
     def operators(self) -> str:
         """The names of the operators, for messages."""
         names = [
-            describe(node).removeprefix("aten.").split(".")[0]
+            "getitem" if is_getitem(node) else describe(node).removeprefix("aten.").split(".")[0]
             for node in self.nodes
             if not is_cast(node) and node not in self.skipped
         ]
@@ -163,11 +164,7 @@ def bias_operand(node: Node, provenance: RowProvenance) -> tuple[Node, Rows] | N
     for x, other in ((first, second), (second, first)):
         if not isinstance(x, Node) or not isinstance(other, Node) or not same_shape(shape(x), shape(other)):
             continue
-        while is_float_cast(other):
-            source = source_of(other)
-            assert source is not None
-            other = source
-        rows = provenance.rows(other)
+        rows = provenance.rows(without_float_casts(other))
         if isinstance(rows.index, Load | Clamp) and rows.base.op == "placeholder" and rank(rows.base) == 2:
             return x, rows
     return None

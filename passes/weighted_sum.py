@@ -30,6 +30,8 @@ from moe_compile.passes.fx_utils import (
     source_of,
     static,
     tensor,
+    value_users,
+    without_float_casts,
 )
 from moe_compile.passes.gate_region import bias_operand
 from moe_compile.passes.row_expressions import ROW, Expr, FloorDiv, Load, Mask, Masked, Rows, compose, floor_div
@@ -164,7 +166,7 @@ def _is_top_1(walk: _Walk) -> bool:
 
 
 def _only_user(node: Node) -> Node:
-    users = list(node.users)
+    users = value_users(node)
     if any(user.op == "output" for user in users):
         raise Unproven(f"the intermediate value {node.name} is an output of the graph", node)
     if len(users) != 1:
@@ -232,8 +234,7 @@ def _take_weight(walk: _Walk, node: Node, user: Node, provenance: RowProvenance)
             weight = weight.inner
         elif isinstance(weight, Load) and weight.inner == ROW and is_float_cast(weight.base):
             # A cast after the routing is the same as one before it, which the rewrite makes.
-            source = source_of(weight.base)
-            assert source is not None
+            source = without_float_casts(weight.base)
             inner = provenance.element(source)
             if inner == Load(source, ROW):
                 break

@@ -1,4 +1,4 @@
-"""Small expert blocks in plain PyTorch, written as Hugging Face writes them and in many other ways that mean the same."""
+"""Small expert blocks in plain PyTorch, written as Hugging Face writes them and in other ways that mean the same."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool)
 
 
 def grouped_mm_fallback() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """transformers' operator for other dtypes than bfloat16, or one of the same name and meaning without that library."""
+    """transformers' operator for other dtypes than bfloat16, or without that library one of the same meaning."""
     if importlib.util.find_spec("transformers") is not None:
         import transformers.integrations.moe  # noqa: F401
     elif not hasattr(torch.ops.transformers, "grouped_mm_fallback"):

@@ -17,8 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from moe_compile.passes.find_experts import MoEMatch, NearMiss, find_experts
+from moe_compile.passes.find_experts import MoEMatch, find_experts
 from moe_compile.passes.fx_utils import is_copy
+from moe_compile.passes.near_misses import NearMiss
 from moe_compile.passes.rewrite import check_output, rewrite
 
 # Relative L2 error between a block as its graph rounds it and the operator, which accumulates in float32.
@@ -162,8 +163,10 @@ def check_rewrite(captured: Captured, tolerance: float | None = None) -> list[Mo
     for actual, wanted in zip(run(rewritten), expected, strict=True):
         assert actual.dtype == wanted.dtype
         assert actual.shape == wanted.shape
-        limit = TOLERANCE[actual.dtype] if tolerance is None else tolerance
-        if actual.is_floating_point() and actual.numel():
+        if not actual.is_floating_point():
+            assert torch.equal(actual, wanted)
+        elif actual.numel():
+            limit = TOLERANCE[actual.dtype] if tolerance is None else tolerance
             error = relative_error(actual, wanted)
             assert error <= limit, f"relative L2 error {error:.2e} > {limit:.0e}"
     return found
