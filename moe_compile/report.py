@@ -176,10 +176,14 @@ def record(report: CompileReport) -> None:
         _reports.append(report)
         for collector in _collectors:
             collector.append(report)
-    logger.info("moe_rocm: %s", report.summary())
-    for layer in report.layers:
-        if layer.reason:
-            logger.info("moe_rocm: %s left alone: %s", layer.name, layer.reason)
+    skipped = [layer for layer in report.layers if layer.reason]
+    if not skipped:
+        logger.info("moe_rocm: %s", report.summary())
+        return
+    first, more = skipped[0], f" (and {len(skipped) - 1} more)" if len(skipped) > 1 else ""
+    logger.info("moe_rocm: %s; %s left alone: %s%s", report.summary(), first.name, first.reason, more)
+    for layer in skipped:
+        logger.debug("moe_rocm: %s left alone at %s: %s", layer.name, layer.node, layer.reason)
 
 
 @contextlib.contextmanager

@@ -175,13 +175,18 @@ class TestRecord:
         record(CompileReport())
         assert found == []
 
-    def test_one_log_line_per_report_and_one_per_block_left_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_one_info_line_per_report_and_one_debug_line_per_block_left_alone(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         caplog.set_level(logging.INFO, "moe_compile")
+        line = "moe_rocm: 1/2 expert blocks -> triton; model.layers.1.mlp.experts left alone: the weights are not graph inputs"
         record(CompileReport((DONE, LEFT)))
-        assert caplog.messages == [
-            "moe_rocm: 1/2 expert blocks -> triton",
-            "moe_rocm: model.layers.1.mlp.experts left alone: the weights are not graph inputs",
-        ]
+        assert caplog.messages == [line]
+        caplog.clear()
+        caplog.set_level(logging.DEBUG, "moe_compile")
+        record(CompileReport((DONE, LEFT, LEFT)))
+        assert caplog.messages[0] == f"{line} (and 1 more)"
+        assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG", "DEBUG"]
 
     def test_threads(self) -> None:
         def record_many() -> None:
