@@ -12,15 +12,26 @@ from moe_compile._version import __version__
 
 if TYPE_CHECKING:
     from moe_compile.explanation import explain, refresh
+    from moe_compile.hf import register_hf_experts
     from moe_compile.kernels.registry import available_backends
     from moe_compile.report import CompileReport, LayerReport, reports
 
-__all__ = ["CompileReport", "LayerReport", "__version__", "available_backends", "explain", "refresh", "reports"]
+__all__ = [
+    "CompileReport",
+    "LayerReport",
+    "__version__",
+    "available_backends",
+    "explain",
+    "refresh",
+    "register_hf_experts",
+    "reports",
+]
 
 # Found on first use: importing the package must not import Inductor, which takes a second and half a gigabyte.
 _WHERE = {
     "explain": "moe_compile.explanation",
     "refresh": "moe_compile.explanation",
+    "register_hf_experts": "moe_compile.hf",
     "available_backends": "moe_compile.kernels.registry",
     "CompileReport": "moe_compile.report",
     "LayerReport": "moe_compile.report",

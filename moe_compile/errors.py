@@ -42,6 +42,14 @@ class BenchError(MoeCompileError, ValueError):
     """A benchmark that cannot run: no GPU, or an unknown shape or contender."""
 
 
+class UnsupportedExperts(MoeCompileError, ValueError):
+    """A Hugging Face model or experts module that ``experts_implementation="moe_rocm"`` cannot run."""
+
+
+class CheckpointError(MoeCompileError, ValueError):
+    """A checkpoint directory that ``moe-compile quantize`` cannot read, write or continue."""
+
+
 class PackedWeightsError(MoeCompileError, RuntimeError):
     """Packed weights are needed at a moment when they cannot be made (inside a graph capture)."""
 

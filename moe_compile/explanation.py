@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_compile import packed_weights, report
+from moe_compile import hf, packed_weights, report
 from moe_compile.backend import compile_graph
 from moe_compile.errors import MoeCompileError
 from moe_compile.options import CompileOptions
@@ -71,8 +71,12 @@ def _notes(model: object, breaks: Mapping[str, int], merged: CompileReport) -> l
     if implementation == "eager":
         notes.append(
             "the model uses experts_implementation='eager', whose data-dependent loop Dynamo cannot capture; "
-            "load it with experts_implementation='grouped_mm' or call model.set_experts_implementation('grouped_mm')"
+            "load it with experts_implementation='grouped_mm' or call model.set_experts_implementation('grouped_mm'), "
+            "or use moe_compile.accelerate(model)"
         )
+    ignored = hf.ignored_name(model)
+    if ignored is not None:
+        notes.append(ignored)
     return notes
 
 

@@ -20,8 +20,10 @@ from moe_compile._version import __version__
 from moe_compile.errors import MoeCompileError, RewriteRefused
 from moe_compile.kernels.registry import BACKENDS, missing_package, refuse_hopeless_choice
 from moe_compile.options import CompileOptions
-from moe_compile.passes.find_experts import MoEMatch, NearMiss, find_experts
+from moe_compile.passes.find_experts import MoEMatch, find_experts
 from moe_compile.passes.fx_utils import tensor
+from moe_compile.passes.match_experts_op import FORM, ExpertOperator, find_operators
+from moe_compile.passes.near_misses import NearMiss
 from moe_compile.passes.rewrite import check_output, rewrite
 from moe_compile.report import CompileReport, LayerReport
 from moe_compile.selection import Selection, select_backend
@@ -94,10 +96,11 @@ class MoEFusionPass(GraphPassBase):
             RewriteRefused: ``strict`` and something that looks like a block was left alone.
         """
         start = time.perf_counter()
+        operators = find_operators(graph)
         found = find_experts(graph, static_inputs)
-        layers = []
+        layers = [_called(one) for one in operators]
         rewritten = 0
-        arch = ""
+        arch = Target.of(operators[0].device).arch if operators else ""
         for block in found:
             if isinstance(block, NearMiss):
                 # In a training graph nothing can be proven: intermediate values are outputs, saved for the backward.
@@ -155,6 +158,10 @@ def _rewritten(match: MoEMatch, selection: Selection) -> LayerReport:
         rejected=selection.rejected,
         location=match.location,
     )
+
+
+def _called(one: ExpertOperator) -> LayerReport:
+    return LayerReport(name=one.name, form=FORM, spec=one.spec, moe_backend=one.backend, location=one.location)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ def test_the_public_names() -> None:
         "available_backends",
         "explain",
         "refresh",
+        "register_hf_experts",
         "reports",
     }
     for name in moe_compile.__all__:
