@@ -98,7 +98,7 @@ def test_routing_values_used_elsewhere_do_not_matter() -> None:
 def test_a_constant_shared_by_two_blocks_does_not_matter() -> None:
     module = Experts(Spelling("batched_mm", gate="silu_by_exp"), dtype=torch.float32)
 
-    def twice(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def twice(x: Tensor, ids: Tensor, weights: Tensor) -> Any:
         return module(module(x, ids, weights), ids, weights)
 
     captured = capture(twice, list(random_inputs(module)), decomposed=True)
@@ -185,7 +185,7 @@ def test_a_scale_inserted_anywhere_is_never_a_wrong_rewrite() -> None:
     """Every float value of a block in turn, times two: found and right, or left alone."""
     for form in ("grouped_mm", "batched_mm"):
         count = len(capture_hooked({}, form).graph.nodes)
-        outcomes = set()
+        outcomes: set[type] = set()
         for i in range(count):
             captured = capture_hooked({}, form)
             node = list(captured.graph.nodes)[i]

@@ -62,7 +62,6 @@ def test_every_spelling_is_found_and_computes_the_same(
         decomposed=data.draw(st.booleans(), label="decomposed"),
         dynamic=(0, 1, 2) if tokens > 1 and data.draw(st.booleans(), label="dynamic T") else (),
     )
-    # With one id of one token or none of E = 1 there is nothing to sort by, and the sentinel id E is still sorted last.
     spec = only_match(check_rewrite(captured)).spec
     assert (spec.num_experts, spec.hidden_size, spec.intermediate_size, spec.top_k) == (
         experts,
@@ -199,7 +198,8 @@ def test_two_forms_in_one_graph() -> None:
             self.second = Experts(Spelling("grouped_mm", gate="swiglu_oai"))
 
         def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x, ids, weights), ids, weights)
+            out: torch.Tensor = self.second(self.first(x, ids, weights), ids, weights)
+            return out
 
     module = Mixed()
     found = check_rewrite(capture(module, list(random_inputs(module.first))))
@@ -239,6 +239,7 @@ def _with_weights(module: Experts, function: Any) -> torch.nn.Module:
             self.experts = module
 
         def forward(self, *args: torch.Tensor) -> torch.Tensor:
-            return function(*args)
+            out: torch.Tensor = function(*args)
+            return out
 
     return Wrapped()

@@ -17,7 +17,8 @@ def _last(function: object, *inputs: torch.Tensor) -> Node:
     captured = capture(function, list(inputs))  # type: ignore[arg-type]
     (output,) = (node for node in captured.graph.nodes if node.op == "output")
     found = output.args[0]
-    return found[0] if isinstance(found, list | tuple) else found
+    first: Node = found[0] if isinstance(found, list | tuple) else found
+    return first
 
 
 def test_a_value_of_unknown_shape_is_unproven() -> None:

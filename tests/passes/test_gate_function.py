@@ -123,9 +123,7 @@ UNKNOWN: dict[str, Gate] = {
     "changes at 50": lambda g, u: torch.where(g * 0.02 > 1.0, g, F.silu(g) * u),
     "changes at 1000": lambda g, u: torch.where(g * 0.001 > 1.0, 0.0, F.silu(g) * u),
     "changes near zero": lambda g, u: torch.where(g.abs() < 1e-3, 0.0, F.silu(g) * u),
-    "columns reversed in pairs": lambda g, u: (
-        F.silu(g) * u.unflatten(-1, (-1, 2))[..., [0, 1]].flatten(-2) + 0 * u[..., :1]
-    ),
+    "columns reversed in pairs": lambda g, u: F.silu(g) * u.view(-1, 8, 2)[..., [0, 1]].flatten(-2) + 0 * u[..., :1],
     "up of the next column": lambda g, u: F.silu(g) * torch.cat([u[:, 1:], u[:, :1]], -1),
     "thirds": lambda g, u: F.silu(torch.cat([g, u], -1)[:, 4:20]) * u,
     "gelu approximation of another constant": lambda g, u: (
@@ -152,7 +150,7 @@ def _inner(function: Callable[[Tensor, dict[str, Any]], Tensor]) -> dict[str, Ho
     return {"inner": function}
 
 
-def _silu(e: dict[str, Any]) -> Tensor:
+def _silu(e: dict[str, Any]) -> Any:
     gate, up = e["gate_up"].chunk(2, dim=-1)
     return F.silu(gate) * up
 

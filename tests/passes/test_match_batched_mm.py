@@ -17,7 +17,7 @@ E = 4
 def multiply_and_sum(weight_name: str, x_name: str, weight_first: bool = True) -> Hook:
     """What Inductor makes of a bmm with one row or one column under coordinate_descent_tuning."""
 
-    def product(value: Tensor, e: dict[str, Any]) -> Tensor:
+    def product(value: Tensor, e: dict[str, Any]) -> Any:
         weight, x = e[weight_name + "_gathered"], e[x_name]
         if weight_first:
             return (weight.unsqueeze(-1) * x.unsqueeze(-1).unsqueeze(1)).sum(dim=2)
@@ -160,7 +160,7 @@ def test_weights_of_four_dimensions_are_no_candidates() -> None:
 def test_expert_weight_of_another_rank_is_left_alone() -> None:
     """One table of all rows, viewed as experts in the graph."""
 
-    def block(value: Tensor, e: dict[str, Any]) -> Tensor:
+    def block(value: Tensor, e: dict[str, Any]) -> Any:
         return e["others"][0].view(E, 32, 32)
 
     check_miss(
@@ -171,7 +171,7 @@ def test_expert_weight_of_another_rank_is_left_alone() -> None:
 def test_broadcast_product_is_no_projection() -> None:
     """(1, N, K) by (S, K, 1): every slot takes the one matrix that was gathered."""
 
-    def hook(value: Tensor, e: dict[str, Any]) -> Tensor:
+    def hook(value: Tensor, e: dict[str, Any]) -> Any:
         one = e["up_weight"][e["ids"][:1]]
         return (one.unsqueeze(-1) * e["x"].unsqueeze(-1).unsqueeze(1)).sum(dim=2)
 
@@ -182,7 +182,7 @@ def test_broadcast_product_is_no_projection() -> None:
 
 def test_transposed_multiply_and_sum() -> None:
     def product(weight: str, x: str) -> Hook:
-        def hook(value: Tensor, e: dict[str, Any]) -> Tensor:
+        def hook(value: Tensor, e: dict[str, Any]) -> Any:
             matrix = getattr(e["self"], weight).mT[e["ids"]]  # (S, K, N)
             return (e[x].unsqueeze(1).unsqueeze(-1) * matrix.unsqueeze(1)).sum(dim=2).squeeze(1).unsqueeze(-1)
 

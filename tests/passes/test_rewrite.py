@@ -10,7 +10,6 @@ from expert_modules import Experts, Spelling, random_inputs
 from graph_capture import capture, check_rewrite, only_match, rewrite_all
 from hooked_experts import HookedExperts, capture_hooked
 from torch import Tensor
-from torch.fx import Node
 
 from moe_compile.kernels.ops import is_expert_operator
 from moe_compile.passes.rewrite import rewrite
@@ -18,7 +17,7 @@ from moe_compile.passes.rewrite import rewrite
 aten = torch.ops.aten
 
 
-def operators(nodes: Any) -> list[Node]:
+def operators(nodes: Any) -> list[Any]:
     return [node for node in nodes if is_expert_operator(node.target)]
 
 
@@ -65,7 +64,8 @@ def test_routing_in_another_shape_is_reshaped() -> None:
             self.experts = Experts(Spelling("batched_mm"), dtype=torch.float32)
 
         def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            return self.experts(x, ids.view(-1, 2), weights.view(-1, 2))
+            out: Tensor = self.experts(x, ids.view(-1, 2), weights.view(-1, 2))
+            return out
 
     module = Flat()
     x, ids, weights = random_inputs(module.experts)

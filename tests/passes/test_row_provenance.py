@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,9 @@ IDS = torch.tensor([3, 0, 2, 0, 1, 2])
 
 def returned(captured: Captured) -> Node:
     (output,) = (node for node in captured.graph.nodes if node.op == "output")
-    found = output.args[0]
-    return found[0] if isinstance(found, list | tuple) else found
+    found: Any = output.args[0]
+    first: Node = found[0] if isinstance(found, list | tuple) else found
+    return first
 
 
 def traced(function: Callable[[Tensor], Tensor], value: Tensor = IDS, dynamic: bool = False) -> tuple[Node, Node]:
@@ -73,7 +75,7 @@ def test_expressions_of_the_usual_operators() -> None:
 
 
 @pytest.mark.parametrize("stable", [False, True])
-def test_sort_argsort_and_their_inverses(stable: bool) -> None:
+def test_both_outputs_of_sort(stable: bool) -> None:
     ids, node = traced(lambda ids: torch.sort(ids, stable=stable)[1])
     (sort,) = node.all_input_nodes
     provenance = RowProvenance()
@@ -81,16 +83,22 @@ def test_sort_argsort_and_their_inverses(stable: bool) -> None:
     ids, node = traced(lambda ids: torch.sort(ids, stable=stable)[0])
     (sort,) = node.all_input_nodes
     assert provenance.element(node) == Load(ids, Perm(sort, ROW))
-    for inverse in (
-        lambda p: torch.argsort(p, stable=stable),
-        lambda p: torch.empty_like(p).index_put((p,), torch.arange(6)),
-        lambda p: torch.empty_like(p).scatter(0, p, torch.arange(6)),
-    ):
-        found = element(lambda ids, inverse=inverse: inverse(torch.argsort(ids)))
-        assert isinstance(found, InversePerm)
-        assert found.inner == ROW
-        twice = element(lambda ids, inverse=inverse: inverse(inverse(torch.argsort(ids))))
-        assert isinstance(twice, Perm)
+
+
+INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "argsort": lambda p: torch.argsort(p),
+    "argsort_stable": lambda p: torch.argsort(p, stable=True),
+    "index_put": lambda p: torch.empty_like(p).index_put((p,), torch.arange(6)),
+    "scatter": lambda p: torch.empty_like(p).scatter(0, p, torch.arange(6)),
+}
+
+
+@pytest.mark.parametrize("inverse", INVERSES.values(), ids=INVERSES.keys())
+def test_inverses_of_a_permutation(inverse: Callable[[Tensor], Tensor]) -> None:
+    found = element(lambda ids: inverse(torch.argsort(ids)))
+    assert isinstance(found, InversePerm)
+    assert found.inner == ROW
+    assert isinstance(element(lambda ids: inverse(inverse(torch.argsort(ids)))), Perm)
 
 
 LOOK_ALIKES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -154,7 +162,8 @@ def test_uint8_index_is_a_mask() -> None:
     captured = capture(lambda x, i: x[i.long()], [torch.randn(6, 8), IDS.to(torch.uint8)])
     provenance = RowProvenance()
     node = returned(captured)
-    cast = node.args[1][0]  # type: ignore[index]
+    indices: Any = node.args[1]
+    cast: Node = indices[0]
     assert provenance.gather_index(node) == Load(cast, ROW)
     node.args = (node.args[0], [captured.placeholders[1]])
     assert provenance.gather_index(node) is None

@@ -137,7 +137,8 @@ def test_intermediate_value_used_elsewhere() -> None:
 def test_dynamic_number_of_experts_a_token() -> None:
     def by_rows(value: Tensor, e: dict[str, Any]) -> Tensor:
         # (2, 6, H): the second size is the symbolic one
-        return e["out"].mul(e["weights"].unsqueeze(-1)).view(2, -1, 32).sum(1)
+        weighted: Tensor = e["out"] * e["weights"].unsqueeze(-1)
+        return weighted.view(2, -1, 32).sum(1)
 
     captured = capture_hooked({"sum": by_rows}, "batched_mm", dynamic=True)
     check_miss("the number of experts a token is not static", captured)

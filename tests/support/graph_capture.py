@@ -90,23 +90,24 @@ def capture(
             return torch.func.functional_call(module, given, args[len(names) :])
     else:
         weights, call = [], function
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in weights]
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    fakes: list[Tensor] = [mode.from_tensor(tensor, static_shapes=True) for tensor in weights]
     symbol: Any = None
     for i, tensor in enumerate(inputs):
         if i not in (*dynamic, *unbacked):
             fakes.append(mode.from_tensor(tensor, static_shapes=True))
         elif i in dynamic:
             sizes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * (tensor.dim() - 1)]
-            context = StatelessSymbolicContext(dynamic_sizes=sizes)
+            context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
             fakes.append(mode.from_tensor(tensor, symbolic_context=context))
         else:
             if symbol is None:
-                symbol = mode.shape_env.create_unbacked_symint()
-                torch._check(symbol >= 0)
+                symbol = shapes.create_unbacked_symint()
+                torch._check(symbol >= 0)  # type: ignore[no-untyped-call]
             with mode:
                 fakes.append(torch.empty((symbol, *tensor.shape[1:]), dtype=tensor.dtype))
-    mode.shape_env.pending_fresh_unbacked_symbols.clear()
+    shapes.pending_fresh_unbacked_symbols.clear()
     functional = dispatch_functionalize(call)
     with mode, torch.no_grad(), enable_python_dispatcher():
         traced = make_fx(functional)(*fakes)
@@ -130,7 +131,7 @@ def _clean(module: GraphModule) -> None:
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """``|actual - expected| / |expected|`` in the L2 norm."""
     expected = expected.double()
-    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+    return float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 def run(captured: Captured) -> list[Tensor]:

@@ -57,7 +57,8 @@ class HookedExperts(Experts):
             def linear(x: Tensor, name: str, weight: Tensor) -> Tensor:
                 chosen = step(name + "_gathered", step(name, weight)[step(name + "_ids", sorted_ids)])
                 product = torch.bmm(chosen, x.unsqueeze(-1) if x.dim() == 2 else x)
-                return step(name + "_product", product).squeeze(-1)
+                found: Tensor = step(name + "_product", product)
+                return found.squeeze(-1)
 
         gate_up = step("gate_up", linear(x, "up_weight", self.gate_up_proj))
         if self.spelling.bias:
