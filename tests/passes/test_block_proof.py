@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expert_modules import Experts, Spelling, random_inputs
-from graph_capture import Captured, capture, check_rewrite, only_match, only_miss, rewrite_all, run
+from graph_capture import Captured, capture, check_rewrite, only_match, only_miss, rewrite_all
 from graph_edits import also_return, finish, insert_after
 from hooked_experts import Hook, capture_hooked, check_miss
 from torch import Tensor
@@ -225,19 +225,11 @@ def test_swapped_operands_are_never_a_wrong_rewrite() -> None:
                 continue
             user.replace_input_with(values[i], values[j])
             finish(edited)
-            if _runs(edited):
+            checked += 1
+            # Of an edited graph that is left alone nothing is compared: it may read memory that nobody wrote.
+            if any(isinstance(one, MoEMatch) for one in edited.find()):
                 check_rewrite(edited, tolerance=1.2e-2)
-                checked += 1
     assert checked > 10
-
-
-def _runs(captured: Captured) -> bool:
-    """Whether the edited graph computes something: a wrong index may be out of range, or never written."""
-    try:
-        first, second = run(captured), run(captured)
-    except (IndexError, RuntimeError):
-        return False
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_near_misses_are_one_a_block_and_in_order() -> None:
