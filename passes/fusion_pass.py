@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -45,6 +45,14 @@ GRADIENTS = (
 )
 
 
+class PassObserver(Protocol):
+    """Told about each graph, when its blocks are found and when they are rewritten. Must not change the graph."""
+
+    def before(self, graph: Graph, found: Sequence[MoEMatch | NearMiss]) -> None: ...
+
+    def after(self, graph: Graph, report: CompileReport) -> None: ...
+
+
 class MoEFusionPass(GraphPassBase):
     """Find expert blocks, choose a backend for each, rewrite, report.
 
@@ -54,10 +62,14 @@ class MoEFusionPass(GraphPassBase):
     Args:
         options: checked options.
         user_passes: the ``post_grad_custom_pre_pass`` that was configured before; they run first.
+        observer: told about each graph, for a dump.
     """
 
-    def __init__(self, options: CompileOptions, user_passes: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, options: CompileOptions, user_passes: Sequence[Any] = (), observer: PassObserver | None = None
+    ) -> None:
         self.options = options
+        self.observer = observer
         self.user_passes = tuple(user_passes)
         self.capabilities = Capabilities.detect()
         self.reports: list[CompileReport] = []
@@ -98,6 +110,8 @@ class MoEFusionPass(GraphPassBase):
         start = time.perf_counter()
         operators = find_operators(graph)
         found = find_experts(graph, static_inputs)
+        if self.observer is not None:
+            self.observer.before(graph, found)
         layers = [_called(one) for one in operators]
         rewritten = 0
         arch = Target.of(operators[0].device).arch if operators else ""
@@ -130,6 +144,8 @@ class MoEFusionPass(GraphPassBase):
             refuse_hopeless_choice(self.options, _machine(), self.capabilities)
         seconds = time.perf_counter() - start
         report = CompileReport(layers=tuple(layers), target=arch, seconds=seconds)
+        if self.observer is not None:
+            self.observer.after(graph, report)
         logger.debug("%d blocks and near misses, %d rewritten, in %.1f ms", len(found), rewritten, seconds * 1e3)
         if self.options.strict and report.skipped:
             reasons = "".join(f"\n  - {layer.name}: {layer.reason}" for layer in layers if layer.reason)
