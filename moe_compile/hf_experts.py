@@ -28,7 +28,7 @@ from moe_compile.passes.match_experts_op import weight_format
 from moe_compile.selection import Rejection, select_backend
 from moe_compile.spec import ExpertSpec
 from moe_compile.target import Capabilities, Target
-from moe_compile.torch_internals import CompileTimeError
+from moe_compile.torch_internals import CompileTimeError, ComptimeContext, comptime, traced_module, traced_tensor
 
 logger = logging.getLogger("moe_compile.hf")
 
@@ -80,7 +80,10 @@ def make_forward(with_gradients: ExpertsForward) -> ExpertsForward:
         ):
             _say_gradients_are_needed(type(self).__name__)
             return with_gradients(self, hidden_states, top_k_index, top_k_weights)
-        _prepare(self, hidden_states.device, hidden_states.dtype, top_k_weights.dtype, top_k_index.shape[-1])
+        if torch.compiler.is_compiling():
+            comptime(_prepare_traced)
+        else:
+            _prepare(self, hidden_states, top_k_index, top_k_weights)
         plan = module._moe_compile_plan
         up_scale = down_scale = up_bias = down_bias = None
         if is_fp8:
@@ -120,21 +123,24 @@ def _say_gradients_are_needed(name: str) -> None:
 _said: set[str] = set()
 
 
-# While Dynamo traces, this runs as it stands; its effect on the module is what the traced code reads next.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _prepare(
-    module: torch.nn.Module, device: torch.device, dtype: torch.dtype, routing_dtype: torch.dtype, top_k: int
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> None:
     """Put the plan for such inputs on the module."""
-    key = (str(device), str(dtype), str(routing_dtype), top_k)
+    device, dtype, routing_dtype = hidden_states.device, hidden_states.dtype, top_k_weights.dtype
+    top_k = int(top_k_index.shape[-1])
     found = module.__dict__.get("_moe_compile_plan")
-    if found is not None and found.key == key:
-        return
+    if found is None or found.key != (str(device), str(dtype), str(routing_dtype), top_k):
+        module.__dict__["_moe_compile_plan"] = make_plan(module, device, dtype, routing_dtype, top_k)
+
+
+def _prepare_traced(context: ComptimeContext) -> None:
+    """:func:`_prepare` while Dynamo traces our forward: what it puts on the module, the traced code reads next."""
+    tensors = (traced_tensor(context, name) for name in ("hidden_states", "top_k_index", "top_k_weights"))
     try:
-        plan = make_plan(module, device, dtype, routing_dtype, top_k)
+        _prepare(traced_module(context, "self"), *tensors)
     except MoeCompileError as error:
-        raise (CompileTimeError.wrap(error) if torch.compiler.is_compiling() else error) from None
-    module.__dict__["_moe_compile_plan"] = plan
+        raise CompileTimeError.wrap(error) from None
 
 
 def make_plan(
@@ -200,7 +206,7 @@ def specify(
     if up.dtype.itemsize == 1:
         problem = hf_fp8.problem(module, up_name)
         if problem is not None:
-            raise _unsupported(module, problem)
+            raise _unsupported(module, *problem)
     transposed = bool(experts.is_transposed)
     num_experts, hidden, intermediate = down.shape
     if transposed:
@@ -235,8 +241,7 @@ def is_experts(module: torch.nn.Module) -> bool:
     return all(name in module.__dict__ for name in ("config", "has_gate", "has_bias", "is_transposed"))
 
 
-def _unsupported(module: torch.nn.Module, reason: str) -> UnsupportedExperts:
-    alternative = hf_fp8.ALTERNATIVE if hf_fp8.is_fp8(module) else ALTERNATIVE
+def _unsupported(module: torch.nn.Module, reason: str, alternative: str = ALTERNATIVE) -> UnsupportedExperts:
     return UnsupportedExperts(
         f"experts_implementation={NAME!r} cannot run {type(module).__name__}: {reason}; {alternative}"
     )

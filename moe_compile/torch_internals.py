@@ -11,6 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -19,14 +20,18 @@ from moe_compile.errors import MoeCompileError
 
 try:
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.convert_frame import register_bytecode_hook
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.comptime import ComptimeContext, comptime
     from torch._dynamo.exc import ShortenTraceback
     from torch._dynamo.utils import counters
     from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._guards import TracingContext
+    from torch._guards import CompileContext, TracingContext
     from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._logging import trace_structured
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -45,6 +50,7 @@ except ImportError:
 
 __all__ = [
     "CompileTimeError",
+    "ComptimeContext",
     "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
@@ -53,8 +59,11 @@ __all__ = [
     "aot_compile",
     "as_not_compiled",
     "cache_hits",
+    "compile_id",
+    "comptime",
     "fake_mode_of",
     "graph_breaks",
+    "guards_of",
     "inductor_compile",
     "is_backward_graph",
     "is_inference_graph",
@@ -62,10 +71,15 @@ __all__ = [
     "mode_patches",
     "on_storage_death",
     "real_tensors",
+    "register_bytecode_hook",
     "run_user_pass",
+    "size_hint",
     "static_placeholders",
     "statically_known_true",
     "storage_address",
+    "trace_artifact",
+    "traced_module",
+    "traced_tensor",
     "user_pre_passes",
     "version_of",
     "without_caches",
@@ -106,31 +120,95 @@ def run_user_pass(user_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> 
         user_pass(graph)
 
 
+# Told once for each compiled ATen graph, with Inductor's output code; returns what is told the first run's arguments.
+GraphObserver = Callable[[str | None], Callable[[Sequence[Any]], None]]
+
+
 def inductor_compile(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    observer: GraphObserver | None = None,
 ) -> Callable[..., Any]:
     """Compile with Inductor under config patches that do not outlive this compile."""
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(patches))
+    watched: dict[str, Any] = {} if observer is None else {"inner_compile": _observed(observer)}
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(patches), **watched)
     return cast(Callable[..., Any], compiled)
+
+
+def _observed(observer: GraphObserver) -> Callable[..., Any]:
+    def inner_compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
+        first_run = observer(getattr(compiled, "source_code", None))
+        if getattr(compiled, "current_callable", None) is not None:
+            compiled.current_callable = _tell_first(compiled.current_callable, first_run)
+        return compiled
+
+    return inner_compile
+
+
+def _tell_first(function: Callable[..., Any], first_run: Callable[[Sequence[Any]], None]) -> Callable[..., Any]:
+    told = False
+
+    def run(inputs: Sequence[Any]) -> Any:
+        nonlocal told
+        if not told:
+            told = True
+            first_run(inputs)
+        return function(inputs)
+
+    return run
 
 
 def aot_compile(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     transform: Callable[[torch.fx.GraphModule, bool], None],
+    observer: GraphObserver | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd only: ``transform(graph_module, is_inference)`` edits each graph, which then runs as it stands."""
 
     def compiler(is_inference: bool) -> Callable[..., Any]:
         def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             transform(module, is_inference)
-            return make_boxed_func(module.forward)
+            if observer is None:
+                return make_boxed_func(module.forward)
+            return make_boxed_func(_tell_first_unboxed(module.forward, observer(None)))
 
         return compile_graph
 
     backend = aot_autograd(fw_compiler=compiler(False), bw_compiler=compiler(False), inference_compiler=compiler(True))
     compiled: Callable[..., Any] = backend(gm, list(example_inputs))
     return compiled
+
+
+def _tell_first_unboxed(function: Callable[..., Any], first_run: Callable[[Sequence[Any]], None]) -> Callable[..., Any]:
+    run = _tell_first(lambda inputs: function(*inputs), first_run)
+    return lambda *inputs: run(inputs)
+
+
+def compile_id() -> object | None:
+    """What identifies the frame that Dynamo is compiling in this thread; None outside of a compile."""
+    found: object | None = CompileContext.current_compile_id()
+    return found
+
+
+def guards_of(code: CodeType) -> list[str]:
+    """The guards of each version of a function that Dynamo has compiled, as text."""
+    return [str(entry.guard_manager) for entry in _debug_get_cache_entry_list(code) if entry.guard_manager is not None]
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Hand a text to torch's structured trace (``TORCH_TRACE``), where ``tlparse`` shows it."""
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text
+    )
+
+
+def size_hint(size: Any) -> Any:
+    """A size as a number; of a symbolic one the value it had while tracing, without adding a guard."""
+    node = getattr(size, "node", None)
+    return size if node is None else node.hint
 
 
 def is_inference_graph() -> bool:
@@ -169,6 +247,18 @@ def real_tensors() -> Iterator[None]:
     """Compute with real tensors inside of a compile, where a fake mode is active."""
     with _disable_current_modes():
         yield
+
+
+def traced_module(context: ComptimeContext, name: str) -> torch.nn.Module:
+    """The module in a local variable of the code that Dynamo is tracing and whose ``comptime(f)`` called us."""
+    # torch 2.11 takes no module as an argument of torch.compiler.assume_constant_result.
+    module: torch.nn.Module = context.get_local(name)._ComptimeVar__variable.value  # type: ignore[attr-defined]
+    return module
+
+
+def traced_tensor(context: ComptimeContext, name: str) -> torch.Tensor:
+    """The fake tensor that stands for a local variable of the code that Dynamo is tracing."""
+    return cast(torch.Tensor, context.get_local(name).as_fake())
 
 
 def graph_breaks() -> dict[str, int]:

@@ -127,3 +127,42 @@ def tokens(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """``||actual - expected|| / ||expected||``, in float64."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def linear_names(model: Any) -> list[str]:
+    """Every nn.Linear, by name: what an expert-only FP8 checkpoint does not quantise."""
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+
+
+def fp8_config(model: Any, **changes: Any) -> Any:
+    from transformers import FineGrainedFP8Config
+
+    values = {"weight_block_size": (1, 32), "scale_fmt": "ue8m0", "quant_method": "mxfp8", **changes}
+    return FineGrainedFP8Config(modules_to_not_convert=linear_names(model), **values)
+
+
+def with_fp8_experts(
+    family: str, implementation: str = "moe_rocm", scale_dtype: torch.dtype = torch.float8_e8m0fnu, **changes: Any
+) -> Any:
+    """The model with transformers' ``FP8Experts`` in place of its experts, their MXFP8 weights quantised by us.
+
+    ``changes`` are of the quantisation config; only with the MXFP8 one are there weights.
+    """
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    model, original = build(family, implementation), build(family, implementation)
+    config = fp8_config(model, **changes)
+    replace_with_fp8_linear(model, config.modules_to_not_convert, config, pre_quantized=True)
+    originals = dict(original.named_modules())
+    for path, module in model.named_modules():
+        if type(module).__name__ != "FP8Experts":
+            continue
+        for name in ("gate_up_proj", "down_proj"):
+            values, scales = quantize(getattr(originals[path], name).detach())
+            if changes:
+                scales = torch.ones(getattr(module, f"{name}_scale_inv").shape)
+            else:
+                scales = scales.view(scale_dtype)
+            setattr(module, name, torch.nn.Parameter(values, requires_grad=False))
+            setattr(module, f"{name}_scale_inv", torch.nn.Parameter(scales, requires_grad=False))
+    return model
