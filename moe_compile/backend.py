@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +22,11 @@ from moe_compile.torch_internals import (
     inductor_compile,
     mode_patches,
     user_pre_passes,
+    without_caches,
 )
+
+if TYPE_CHECKING:
+    from moe_compile.dump_graph import GraphDump
 
 
 def moe_rocm(
@@ -53,20 +60,53 @@ def compile_graph(
         OptionError, BackendRefused, RewriteRefused (each a ValueError).
     """
     patches = _patches(options)
-    fusion = MoEFusionPass(options, user_pre_passes(patches))
+    dump = _dump(gm, options)
+    fusion = MoEFusionPass(options, user_pre_passes(patches), dump)
+    observer = None if dump is None else dump.compiled
     hits = cache_hits()
     try:
-        if options.inductor is False:
-            compiled = aot_compile(gm, example_inputs, lambda module, inference: _apply(module, fusion, inference))
-        else:
-            compiled = inductor_compile(gm, example_inputs, {**patches, "post_grad_custom_pre_pass": fusion})
+        with contextlib.nullcontext() if dump is None else without_caches():
+            if options.inductor is False:
+                transform = functools.partial(_apply, fusion)
+                compiled = aot_compile(gm, example_inputs, transform, observer)
+            else:
+                patches["post_grad_custom_pre_pass"] = fusion
+                compiled = inductor_compile(gm, example_inputs, patches, observer)
     except Exception:
         if fusion.error is not None:
             raise fusion.error from None
         raise
     found = _one_report(fusion.reports, from_cache=cache_hits() > hits)
     report.record(found)
+    if dump is not None:
+        dump.finished(found)
+        compiled = _dumping(compiled, dump)
     return _Compiled(compiled), found
+
+
+def _dump(gm: torch.fx.GraphModule, options: CompileOptions) -> GraphDump | None:
+    if options.dump_dir is None:
+        return None
+    from moe_compile.dump import dump_to  # depyf and safetensors, which nobody else needs
+
+    return dump_to(os.fspath(options.dump_dir)).graph(gm)
+
+
+def _dumping(compiled: Callable[..., Any], dump: GraphDump) -> Callable[..., Any]:
+    """The same, with the first run recorded."""
+    recorded = False
+
+    def run(*args: Any) -> Any:
+        nonlocal recorded
+        if recorded:
+            return compiled(*args)
+        recorded = True
+        dump.record_inputs("dynamo", args)
+        result = compiled(*args)
+        dump.first_run_done()
+        return result
+
+    return run
 
 
 def _patches(options: CompileOptions) -> dict[str, Any]:
@@ -85,7 +125,7 @@ def _patches(options: CompileOptions) -> dict[str, Any]:
     return patches
 
 
-def _apply(module: torch.fx.GraphModule, fusion: MoEFusionPass, is_inference: bool) -> None:
+def _apply(fusion: MoEFusionPass, module: torch.fx.GraphModule, is_inference: bool) -> None:
     fusion(module.graph, is_inference)
     module.recompile()
 

@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -51,6 +52,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+Factory = Annotated[
+    str,
+    typer.Argument(
+        metavar="FACTORY",
+        help="file.py:function or package.module:function. Called without arguments, it returns a model with "
+        "dummy_inputs (any Hugging Face model), (model, kwargs) or (model, args, kwargs).",
+    ),
+]
 MoeBackend = Annotated[
     str | None, typer.Option(metavar="NAME", help=f"Kernels to use: {', '.join(MOE_BACKENDS)}. Default: auto.")
 ]
@@ -110,14 +119,7 @@ def demo(
     "factory does not exist or returns something else, or an option is wrong; 3 the factory or the model raised."
 )
 def explain(
-    factory: Annotated[
-        str,
-        typer.Argument(
-            metavar="FACTORY",
-            help="file.py:function or package.module:function. Called without arguments, it returns a model with "
-            "dummy_inputs (any Hugging Face model), (model, kwargs) or (model, args, kwargs).",
-        ),
-    ],
+    factory: Factory,
     moe_backend: MoeBackend = None,
     activations: Activations = None,
     inductor: Inductor = None,
@@ -136,17 +138,51 @@ def explain(
             # Here, because it imports Inductor: a mistake in FACTORY is answered without that wait.
             from moe_compile.explanation import explain_with
 
-            try:
-                with without_torch_noise(quiet=not show_traceback):
-                    report = explain_with(options, call.model, call.args, call.kwargs)
-            except MoeCompileError:
-                raise
-            except Exception as error:  # the user's model may raise anything
-                raise ModelFailed(f"the model of {factory!r} raised {one_line(error)}") from error
+            with _model_errors(factory, show_traceback):
+                report = explain_with(options, call.model, call.args, call.kwargs)
         if as_json:
             typer.echo(report.to_json())
         else:
             _print_report(report)
+        _exit_for(report, options)
+
+
+@app.command(
+    epilog="Exit codes: those of explain. DIR/rank0 is the folder of this process (rank1 and so on "
+    "where the variable RANK says so); where it exists, rank0_run2 is made, and nothing is overwritten."
+)
+def dump(
+    factory: Factory,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")],
+    moe_backend: MoeBackend = None,
+    activations: Activations = None,
+    inductor: Inductor = None,
+    strict: Strict = None,
+    show_traceback: ShowTraceback = False,
+) -> None:
+    """Write the graphs of FACTORY's model before and after as runnable Python, with diffs, output code and guards."""
+    from moe_compile.factory import load_model_call
+
+    with _reported_errors(show_traceback):
+        options = _options(moe_backend, activations, inductor, strict)
+        console = _wide_console()
+        with contextlib.redirect_stdout(sys.stderr):
+            _step("building the model")
+            call = load_model_call(factory)
+            from moe_compile.dump import start
+            from moe_compile.explanation import explain_with
+
+            written = start(output)
+            _step("compiling without caches, running once")
+            with _model_errors(factory, show_traceback):
+                report = explain_with(replace(options, dump_dir=output), call.model, call.args, call.kwargs)
+            written.finish(report)
+        console.print(report)
+        for problem in dict.fromkeys(problem for graph in written.graphs for problem in graph.problems):
+            console.print(Text(f"  not complete: {problem}"))
+        console.print(
+            Text(f"wrote {written.folder}: {_count(len(written.graphs), 'graph')}. Start at {written.folder}/index.md")
+        )
         _exit_for(report, options)
 
 
@@ -266,6 +302,23 @@ def _reported_errors(show_traceback: bool) -> Iterator[None]:
         raise typer.Exit(code) from None
 
 
+@contextlib.contextmanager
+def _model_errors(factory: str, show_traceback: bool) -> Iterator[None]:
+    """What the user's model raises becomes a ModelFailed."""
+    try:
+        with without_torch_noise(quiet=not show_traceback):
+            yield
+    except MoeCompileError:
+        raise
+    except Exception as error:  # the user's model may raise anything
+        raise ModelFailed(f"the model of {factory!r} raised {one_line(error)}") from error
+
+
+def _step(what: str) -> None:
+    """Progress, on stderr."""
+    typer.echo(f"... {what}", err=True)
+
+
 def _exit_for(report: CompileReport, options: CompileOptions) -> None:
     if not report.rewritten or (options.strict and report.skipped):
         raise typer.Exit(NOT_REWRITTEN)
@@ -279,3 +332,8 @@ def _wide_console() -> Console:
 
 def _print_report(report: CompileReport) -> None:
     _wide_console().print(report)
+
+
+def _count(number: int, what: str) -> str:
+    """``1 graph``, ``2 graphs``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")

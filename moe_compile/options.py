@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -32,6 +33,9 @@ class CompileOptions:
     max_rewrites: int | None = field(
         default=None, metadata={"doc": "rewrite only the first N blocks of each graph, to bisect a wrong result"}
     )
+    dump_dir: str | os.PathLike[str] | None = field(
+        default=None, metadata={"doc": "a folder for the graphs and the report; compiles without caches"}
+    )
     mode: str | None = field(
         default=None, metadata={"doc": "a torch.compile mode; torch.compile takes mode= or options=, never both"}
     )
@@ -46,6 +50,10 @@ class CompileOptions:
         if self.max_rewrites is not None:
             if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int) or self.max_rewrites < 0:
                 raise _bad("max_rewrites", self.max_rewrites, ("None", "an int >= 0"))
+        if self.dump_dir is not None:
+            if not isinstance(self.dump_dir, str | os.PathLike) or not os.fspath(self.dump_dir):
+                raise _bad("dump_dir", self.dump_dir, ("None", "the path of a folder"))
+            object.__setattr__(self, "dump_dir", os.fspath(self.dump_dir))
         if self.mode is not None:
             object.__setattr__(self, "mode", _choice("mode", self.mode, MODES, fold=False))
 

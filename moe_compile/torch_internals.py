@@ -20,9 +20,9 @@ from moe_compile.errors import MoeCompileError
 
 try:
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.comptime import ComptimeContext, comptime
     from torch._dynamo.convert_frame import register_bytecode_hook
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo.comptime import ComptimeContext, comptime
     from torch._dynamo.exc import ShortenTraceback
     from torch._dynamo.utils import counters
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -31,7 +31,7 @@ try:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -200,9 +200,7 @@ def guards_of(code: CodeType) -> list[str]:
 
 def trace_artifact(name: str, text: str) -> None:
     """Hand a text to torch's structured trace (``TORCH_TRACE``), where ``tlparse`` shows it."""
-    trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
 
 
 def size_hint(size: Any) -> Any:
