@@ -13,6 +13,7 @@ from moe_compile._version import __version__
 if TYPE_CHECKING:
     from moe_compile.explanation import explain, refresh
     from moe_compile.hf import register_hf_experts
+    from moe_compile.hf_accelerate import accelerate
     from moe_compile.kernels.registry import available_backends
     from moe_compile.report import CompileReport, LayerReport, reports
 
@@ -20,6 +21,7 @@ __all__ = [
     "CompileReport",
     "LayerReport",
     "__version__",
+    "accelerate",
     "available_backends",
     "explain",
     "refresh",
@@ -32,6 +34,7 @@ _WHERE = {
     "explain": "moe_compile.explanation",
     "refresh": "moe_compile.explanation",
     "register_hf_experts": "moe_compile.hf",
+    "accelerate": "moe_compile.hf_accelerate",
     "available_backends": "moe_compile.kernels.registry",
     "CompileReport": "moe_compile.report",
     "LayerReport": "moe_compile.report",

@@ -10,6 +10,7 @@ import torch
 from moe_compile import hf, packed_weights, report
 from moe_compile.backend import compile_graph
 from moe_compile.errors import MoeCompileError
+from moe_compile.hf_accelerate import plain_forward
 from moe_compile.options import CompileOptions
 from moe_compile.report import CompileReport
 from moe_compile.torch_internals import (
@@ -53,7 +54,7 @@ def explain_with(
         return compiled
 
     before = graph_breaks()
-    with as_not_compiled(original), without_caches(), torch.no_grad():
+    with plain_forward(original), as_not_compiled(original), without_caches(), torch.no_grad():
         isolated_compile(original, backend)(*args, **kwargs)
     merged = report.merge(found)
     breaks = {reason: n - before.get(reason, 0) for reason, n in graph_breaks().items() if n > before.get(reason, 0)}

@@ -67,7 +67,7 @@ def _scale_problem(module: torch.nn.Module, name: str, weight: torch.Tensor) -> 
         )
     if scale.is_meta or _was_not_loaded(weight, scale):
         return (
-            f"{name}_scale_inv is missing in the checkpoint: it was not loaded, and FP8 weights mean nothing without it",
+            f"{name}_scale_inv is missing in the checkpoint, and FP8 weights mean nothing without it",
             RELOAD,
         )
     expected = (*weight.shape[:2], -(-weight.shape[2] // BLOCK[1]))

@@ -222,7 +222,7 @@ def module_path(node: Node) -> str:
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
-_LIBRARY = re.compile(r"/torch/(nn|_ops|functional)|/transformers/(integrations|utils|activations)")
+_LIBRARY = re.compile(r"/torch/(nn|_ops|functional)|/transformers/(integrations|utils|activations)|/moe_compile/hf")
 
 
 def source_location(node: Node) -> str | None:

@@ -29,6 +29,7 @@ def test_the_public_names() -> None:
         "CompileReport",
         "LayerReport",
         "__version__",
+        "accelerate",
         "available_backends",
         "explain",
         "refresh",

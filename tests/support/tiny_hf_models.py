@@ -166,3 +166,23 @@ def with_fp8_experts(
             setattr(module, name, torch.nn.Parameter(values, requires_grad=False))
             setattr(module, f"{name}_scale_inv", torch.nn.Parameter(scales, requires_grad=False))
     return model
+
+
+def minimax_m3_vlm(implementation: str = "grouped_mm") -> Any:
+    """The whole vision-language MiniMax-M3: one dense and one MoE layer behind one vision layer. Image token: 150."""
+    from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3SparseForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    both = MiniMaxM3VLConfig(
+        text_config=config("minimax_m3_vl").to_dict(),
+        vision_config={**vision, "image_size": 56, "patch_size": 14},
+        projector_hidden_size=64,
+        image_token_index=150,
+        video_token_index=151,
+    )
+    torch.manual_seed(0)
+    kind = MiniMaxM3SparseForConditionalGeneration
+    model = kind._from_config(both, dtype=torch.float32, experts_implementation=implementation).eval()
+    randomise(model)
+    return model
