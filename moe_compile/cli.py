@@ -19,6 +19,7 @@ from moe_compile._version import __version__
 from moe_compile.errors import (
     BackendRefused,
     BenchError,
+    CheckpointError,
     FactoryError,
     MissingPackage,
     ModelFailed,
@@ -30,13 +31,14 @@ from moe_compile.options import ACTIVATION_FORMATS, MOE_BACKENDS, CompileOptions
 from moe_compile.quiet import one_line, without_torch_noise
 from moe_compile.report import CompileReport
 
-OK, NOT_REWRITTEN, USAGE, FAILED = 0, 1, 2, 3
+OK, NOT_REWRITTEN, USAGE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 _EXIT_CODES: tuple[tuple[type[MoeCompileError], int], ...] = (
     (RewriteRefused, NOT_REWRITTEN),
     (OptionError, USAGE),
     (BackendRefused, USAGE),
     (FactoryError, USAGE),
     (BenchError, USAGE),
+    (CheckpointError, USAGE),
     (MissingPackage, USAGE),
     (MoeCompileError, FAILED),
 )
@@ -180,9 +182,7 @@ def dump(
         console.print(report)
         for problem in dict.fromkeys(problem for graph in written.graphs for problem in graph.problems):
             console.print(Text(f"  not complete: {problem}"))
-        console.print(
-            Text(f"wrote {written.folder}: {_count(len(written.graphs), 'graph')}. Start at {written.folder}/index.md")
-        )
+        console.print(Text(f"wrote {_count(len(written.graphs), 'graph')}. Start at {written.folder}/index.html"))
         _exit_for(report, options)
 
 
@@ -253,6 +253,51 @@ def bench(
             console.print(Text(benchmark.summary(ceilings)))
             if csv is not None:
                 benchmark.write_csv(csv, found, ceilings)
+
+
+@app.command(
+    epilog="Exit codes: 0 done; 2 the source cannot be quantised, or the destination is not empty and not ours; 130 "
+    "interrupted: the same command goes on where it stopped."
+)
+def quantize(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint folder: config.json and safetensors files.")
+    ],
+    destination: Annotated[
+        str, typer.Argument(metavar="DST", help="A new folder, or one that this command did not finish.")
+    ],
+    show_traceback: ShowTraceback = False,
+) -> None:
+    """Write a float checkpoint with its expert weights in MXFP8, as transformers loads it (quant_method mxfp8).
+
+    All other weights and files are copied as they are. Works tensor by tensor, and can be interrupted at any time.
+    """
+    from pathlib import Path
+
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from moe_compile.checkpoint import quantize_checkpoint
+
+    columns = (BarColumn(), DownloadColumn(binary_units=False), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with _reported_errors(show_traceback):
+        try:
+            with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task("", total=None)
+                summary = quantize_checkpoint(
+                    Path(source),
+                    Path(destination),
+                    lambda done, total, name: bar.update(task, completed=done, total=total, description=name),
+                )
+        except KeyboardInterrupt:
+            typer.echo("moe-compile: interrupted; the same command goes on where it stopped", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except OSError as error:
+            raise CheckpointError(f"{error}; the same command goes on where it stopped") from error
+    resumed = f" ({summary.resumed} of them by an earlier run)" if summary.resumed else ""
+    typer.echo(
+        f"{summary.quantised} expert weights in {summary.shards} files{resumed}: "
+        f"{summary.bytes_before / 1e9:.2f} GB -> {summary.bytes_after / 1e9:.2f} GB in {destination}"
+    )
 
 
 @app.command()

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from moe_compile import dump_index, report
+from moe_compile import dump_html, dump_index, report
 from moe_compile.dump_graph import GraphDump
 from moe_compile.dump_kernels import write_kernels
 from moe_compile.errors import OptionError
@@ -64,6 +64,7 @@ class Dump:
         write_kernels(self.folder)
         found = self.report or report.merge([graph.report for graph in self.graphs if graph.report is not None])
         (self.folder / "report.json").write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+        (self.folder / "index.html").write_text(dump_html.page(found, self.graphs))
         (self.folder / "index.md").write_text(dump_index.markdown(found, self.graphs, self.folder))
 
 

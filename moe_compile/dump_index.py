@@ -27,7 +27,8 @@ _WHAT = (
 def markdown(report: CompileReport, graphs: Sequence[GraphDump], folder: Path) -> str:
     """The page; names out of the model are escaped."""
     lines = ["# moe_compile dump", "", escaped(f"moe_rocm: {report.summary()}" + _on(report)), ""]
-    lines += ["[report.json](report.json) holds the report. Run a graph file with `python FILE`.", ""]
+    lines += ["[index.html](index.html) draws the blocks, [report.json](report.json) holds the report."]
+    lines += ["Run a graph file with `python FILE`.", ""]
     for graph in graphs:
         name = graph.folder.name
         lines += [f"## {name}", ""]

@@ -60,7 +60,7 @@ def names(folder: Path) -> set[str]:
 
 class TestFiles:
     def test_every_file_is_there(self, dumped: Path) -> None:
-        assert names(dumped) >= {"index.md", "report.json", "graph0"}
+        assert names(dumped) >= {"index.md", "index.html", "report.json", "graph0"}
         assert names(dumped / "graph0") == GRAPH_FILES
 
     def test_the_report(self, dumped: Path) -> None:
@@ -335,7 +335,7 @@ class TestCommand:
         out, err = capsys.readouterr()
         assert exit_.value.code == 0, err
         assert "2/2 expert blocks -> reference" in out
-        assert f"wrote {tmp_path}/out/rank0: 1 graph." in out
+        assert f"wrote 1 graph. Start at {tmp_path}/out/rank0/index.html" in out
         assert "... compiling" in err
         assert names(tmp_path / "out" / "rank0" / "graph0") == GRAPH_FILES
 
