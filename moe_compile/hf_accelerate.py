@@ -212,16 +212,17 @@ def _uninstall(model: Any) -> None:
 @contextlib.contextmanager
 def plain_forward(model: object) -> Iterator[None]:
     """Inside, an accelerated model has its class's forward, on experts that are ready: for whoever compiles it."""
-    forward = _installed(model) if isinstance(model, torch.nn.Module) else None
-    if forward is None or not isinstance(model, torch.nn.Module) or model.__dict__.get("forward") is not forward:
+    forward = model.__dict__.get("forward") if isinstance(model, torch.nn.Module) else None
+    if not isinstance(forward, AcceleratedForward):
         yield
         return
     forward.prepare()
-    del model.forward
+    original: Any = model
+    del original.forward
     try:
         yield
     finally:
-        model.forward = forward
+        original.forward = forward
 
 
 @dataclass
