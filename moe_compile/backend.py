@@ -65,7 +65,7 @@ def compile_graph(
     observer = None if dump is None else dump.compiled
     hits = cache_hits()
     try:
-        with contextlib.nullcontext() if dump is None else without_caches():
+        with without_caches() if options.dump_dir is not None or options.verify else contextlib.nullcontext():
             if options.inductor is False:
                 transform = functools.partial(_apply, fusion)
                 compiled = aot_compile(gm, example_inputs, transform, observer)

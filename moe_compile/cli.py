@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_compile._version import __version__
+from moe_compile.block_errors import THRESHOLD
 from moe_compile.errors import (
     BackendRefused,
     BenchError,
@@ -184,6 +185,56 @@ def dump(
             console.print(Text(f"  not complete: {problem}"))
         console.print(Text(f"wrote {_count(len(written.graphs), 'graph')}. Start at {written.folder}/index.html"))
         _exit_for(report, options)
+
+
+@app.command(
+    epilog="Exit codes: 0 every rewritten block is within the threshold; 1 one is not, or none was rewritten; 2 and 3 "
+    "as for explain. A block is compared on the inputs that it has in the rewritten model, so errors do not add up "
+    "from block to block; in the logits they do, and there they decide nothing unless --bisect is given."
+)
+def verify(
+    factory: Factory,
+    threshold: Annotated[
+        float, typer.Option(metavar="ERROR", min=0.0, help="Largest relative L2 error that is right.")
+    ] = THRESHOLD,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Also find the first block whose rewrite takes the output beyond it.")
+    ] = False,
+    moe_backend: MoeBackend = None,
+    activations: Activations = None,
+    inductor: Inductor = None,
+    strict: Strict = None,
+    as_json: Json = False,
+    show_traceback: ShowTraceback = False,
+) -> None:
+    """Run FACTORY's model as it is and rewritten, and compare them block by block and at the output."""
+    from moe_compile.factory import load_model_call
+
+    with _reported_errors(show_traceback):
+        options = _options(moe_backend, activations, inductor, strict)
+        with contextlib.redirect_stdout(sys.stderr):
+            _step("building the model")
+            call = load_model_call(factory)
+            from moe_compile import verification
+
+            arguments = (options, call.model, call.args, call.kwargs, threshold)
+            with _model_errors(factory, show_traceback):
+                _step("running the original, compiling, running the rewritten")
+                result = verification.verify(*arguments)
+                found = None
+                if bisect:
+                    _step("bisecting")
+                    found = verification.bisect(*arguments, step=lambda one: _step(verification.describe_step(one)))
+        if as_json:
+            bisected = {"first_wrong_block": found} if bisect else {}
+            typer.echo(json.dumps({**result.to_dict(), **bisected}, indent=2))
+        else:
+            for line in verification.text(result):
+                typer.echo(line)
+            if bisect:
+                typer.echo(f"bisect: {f'the first wrong block is {found}' if found else 'no block is wrong'}")
+        if not result.passed or found:
+            raise typer.Exit(NOT_REWRITTEN)
 
 
 @app.command()

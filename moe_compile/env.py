@@ -31,6 +31,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable("STRICT", "the option strict (1 or 0)"),
     EnvironmentVariable("INDUCTOR", "the option inductor (1 or 0)"),
     EnvironmentVariable("MAX_REWRITES", "the option max_rewrites (a number)"),
+    EnvironmentVariable("VERIFY", "the option verify (1 or 0)"),
     EnvironmentVariable("DUMP_DIR", "the option dump_dir (a folder)"),
     EnvironmentVariable("MODE", "the option mode"),
 )

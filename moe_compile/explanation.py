@@ -41,6 +41,13 @@ def explain_with(
     options: CompileOptions, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> CompileReport:
     """:func:`explain` with explicit options."""
+    return compile_and_run(options, model, args, kwargs)[0]
+
+
+def compile_and_run(
+    options: CompileOptions, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[CompileReport, Any]:
+    """The report of :func:`explain`, and what the model returned."""
     original = getattr(model, "_orig_mod", model)
     found: list[CompileReport] = []
 
@@ -55,12 +62,12 @@ def explain_with(
 
     before = graph_breaks()
     with plain_forward(original), as_not_compiled(original), without_caches(), torch.no_grad():
-        isolated_compile(original, backend)(*args, **kwargs)
+        result = isolated_compile(original, backend)(*args, **kwargs)
     merged = report.merge(found)
     breaks = {reason: n - before.get(reason, 0) for reason, n in graph_breaks().items() if n > before.get(reason, 0)}
     for note in _notes(original, breaks, merged):
         merged = report.with_note(merged, note)
-    return merged
+    return merged, result
 
 
 def _notes(model: object, breaks: Mapping[str, int], merged: CompileReport) -> list[str]:

@@ -33,6 +33,9 @@ class CompileOptions:
     max_rewrites: int | None = field(
         default=None, metadata={"doc": "rewrite only the first N blocks of each graph, to bisect a wrong result"}
     )
+    verify: bool = field(
+        default=False, metadata={"doc": "on the first run, compare each rewritten block with the original"}
+    )
     dump_dir: str | os.PathLike[str] | None = field(
         default=None, metadata={"doc": "a folder for the graphs and the report; compiles without caches"}
     )
@@ -45,6 +48,8 @@ class CompileOptions:
         object.__setattr__(self, "activations", _choice("activations", self.activations, ACTIVATION_FORMATS))
         if not isinstance(self.strict, bool):
             raise _bad("strict", self.strict, ("True", "False"))
+        if not isinstance(self.verify, bool):
+            raise _bad("verify", self.verify, ("True", "False"))
         if not isinstance(self.inductor, bool | Mapping):
             raise _bad("inductor", self.inductor, ("True", "False", "a dict of Inductor config patches"))
         if self.max_rewrites is not None:
@@ -105,7 +110,7 @@ def _bool(text: str) -> bool:
     return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"strict": _bool, "inductor": _bool, "max_rewrites": int}
+_PARSERS: dict[str, Callable[[str], Any]] = {"strict": _bool, "verify": _bool, "inductor": _bool, "max_rewrites": int}
 
 
 def _from_environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from moe_compile.passes.find_experts import MoEMatch, find_experts
 from moe_compile.passes.fx_utils import tensor
 from moe_compile.passes.match_experts_op import FORM, ExpertOperator, find_operators
 from moe_compile.passes.near_misses import NearMiss
-from moe_compile.passes.rewrite import check_output, rewrite
+from moe_compile.passes.rewrite import check_output, compare_with_original, rewrite
 from moe_compile.report import CompileReport, LayerReport
 from moe_compile.selection import Selection, select_backend
 from moe_compile.target import Capabilities, Target
@@ -128,7 +128,10 @@ class MoEFusionPass(GraphPassBase):
                 layers.append(_not_rewritten(block, f"max_rewrites={self.options.max_rewrites}"))
             else:
                 selection = select_backend(self.options, block.spec, target, self.capabilities, BACKENDS)
-                check_output(rewrite(graph, block, selection.backend, self.options.activations), block.root)
+                replacement = rewrite(graph, block, selection.backend, self.options.activations)
+                check_output(replacement, block.root)
+                if self.options.verify:
+                    compare_with_original(graph, block, replacement)
                 layers.append(_rewritten(block, selection))
                 rewritten += 1
                 missing = missing_package(selection, self.capabilities)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from moe_compile import block_errors
 from moe_compile.kernels.ops import attributes, operator
 from moe_compile.passes.find_experts import MoEMatch
 from moe_compile.passes.fx_utils import aten, prims, same, same_shape, shape, static, tensor
@@ -35,6 +36,16 @@ def rewrite(graph: Graph, match: MoEMatch, backend: str, activations: str) -> No
         result = _in_shape_of(graph, node, match.root)
     match.root.replace_all_uses_with(result)
     return result
+
+
+def compare_with_original(graph: Graph, match: MoEMatch, replacement: Node) -> None:
+    """Keep the original block: both results go through the operator that compares them and passes the second on."""
+    with graph.inserting_after(match.root):
+        node = graph.call_function(
+            block_errors.operator(), (match.root, replacement, match.topk_ids, block_errors.new_block(match.name))
+        )
+    replacement.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
+    _annotate(node)
 
 
 def _keyword_arguments(match: MoEMatch, activations: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class TestRoot:
     def test_version(self) -> None:
         assert run("--version")[:2] == (0, "moe-compile 0.1.0\n")
 
-    @pytest.mark.parametrize("command", [[], ["demo"], ["explain"], ["dump"], ["backends"], ["env"]])
+    @pytest.mark.parametrize("command", [[], ["demo"], ["explain"], ["dump"], ["verify"], ["backends"], ["env"]])
     def test_every_command_and_option_has_help(self, command: list[str]) -> None:
         code, out, _ = run(*command, "--help")
         assert code == 0
@@ -93,7 +93,10 @@ class TestRoot:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["bogus"], "No such command 'bogus'. Commands are demo, explain, dump, backends, bench, env;"),
+            (
+                ["bogus"],
+                "No such command 'bogus'. Commands are demo, explain, dump, verify, backends, bench, quantize, env;",
+            ),
             (["explain"], "Missing argument 'FACTORY'."),
             (["explain", "--bogus", "x"], "No such option: --bogus."),
             (["explain", "a", "b"], "Got unexpected extra argument"),
