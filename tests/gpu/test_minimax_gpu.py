@@ -13,7 +13,7 @@ from moe_compile import packed_weights, report
 pytestmark = [pytest.mark.gpu, pytest.mark.hf]
 
 SPELLINGS = ["grouped_mm", "batched_mm"]
-TIGHT = 1e-2  # bf16 rounding through two layers
+TIGHT = 1.5e-2  # bf16 rounding through three layers; MXFP8 alone is twice that, see tests/hf/test_minimax.py
 
 
 def cudagraph_skips() -> int:

@@ -19,8 +19,16 @@ pytestmark = pytest.mark.hf
 SPELLINGS = ["grouped_mm", "batched_mm"]
 
 
+# (largest error against the yardstick, smallest against the original). In bf16 seen 4e-3 to 5e-3 and 1.6e-2 to 1.9e-2
+# with MiniMax-M2, 6e-3 to 1.1e-2 and 2.9e-2 to 3.2e-2 with M3, whose three layers add four experts a token, twice scaled.
+BOUNDS = {
+    ("minimax_m2", torch.bfloat16): (1e-2, 1.2e-2),
+    ("minimax_m3_vl_text", torch.bfloat16): (1.5e-2, 2e-2),
+}
+
+
 def check(model: Any, compiled: Any, inputs: list[torch.Tensor]) -> None:
-    tight, quantised = (1e-5, 1e-3) if model.dtype == torch.float32 else (1e-2, 1.2e-2)
+    tight, quantised = BOUNDS.get((model.config.model_type, model.dtype), (1e-5, 1e-3))
     rounded = yardstick(model)
     with torch.no_grad():
         for ids in inputs:
