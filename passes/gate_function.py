@@ -4,8 +4,9 @@ Candidates take their parameters (limits, alpha, offsets) from the constants in 
 it agrees with the sub-graph at every probe of every column. Each column gets probe values of its own, so which column
 is gate, which is up, and how the two interleave fall out of the same comparison.
 
-The probes cover magnitudes from 1e-6 to 3e4 of either sign, and each constant of the sub-graph with its close
-neighbours, in many combinations: a piecewise function of the allowed operators that agrees there is the candidate.
+The probes cover magnitudes from 1e-6 to 1e38 of either sign, and each constant of the sub-graph, each product and
+quotient of two, with close neighbours, in many combinations. The allowed operators are analytic, or minima and maxima
+of such: a function of them that agrees there is the candidate.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from moe_compile.torch_internals import real_tensors
 _PROBE_ROWS = 64
 _PROBES = 16384  # at least; narrow layers take more rows
 _RELATIVE = 1e-9
-# Of the natural scale (1 + |gate|) * (1 + |up|): the two sides may cancel differently, as 1 + erf(x) does near -1.
-_ABSOLUTE = 1e-13
+# Of the natural scale (1 + |gate|) * (1 + |U(up)|): the two sides may cancel differently, as 1 + erf(x) does near -1,
+# which is over long before -100.
+_ABSOLUTE, _CANCELS_UP_TO = 1e-13, 100.0
 
 
 @dataclass(frozen=True)
@@ -110,20 +112,30 @@ def _search(region: Region, constants: list[float]) -> Found | None:
     outputs = gate_region.replay(region, inputs)
     if region.out_width == width:
         for gate in _activations(constants):
-            if _agrees(gate(inputs), outputs, 1 + inputs.abs()):
+            if _agrees(gate(inputs), outputs, 1 + inputs.abs().clamp(max=_CANCELS_UP_TO)):
                 return gate, _LAYOUTS[0]
         return None
     for layout in _LAYOUTS:
         gate_columns, up_columns = layout.split(inputs)
-        scale = (1 + gate_columns.abs()) * (1 + up_columns.abs())
         for gate in _gated_candidates(region, layout, inputs, constants):
             # One row rejects nearly every wrong candidate.
             if all(
-                _agrees(gate(gate_columns[part], up_columns[part]), outputs[part], scale[part])
+                _agrees(
+                    gate(gate_columns[part], up_columns[part]),
+                    outputs[part],
+                    (1 + gate_columns[part].abs().clamp(max=_CANCELS_UP_TO))
+                    * (1 + _up_factor(gate, up_columns[part]).abs()),
+                )
                 for part in (slice(0, 1), slice(None))
             ):
                 return gate, layout
     return None
+
+
+def _up_factor(gate: GateFunction, up: Tensor) -> Tensor:
+    """``U(up)``, as ``relu(1) = 1`` stands for ``A``."""
+    alone = GateFunction("relu", limit=gate.limit, up_offset=gate.up_offset, up_softcap=gate.up_softcap)
+    return alone(torch.full_like(up, min(1.0, gate.limit or 1.0)), up)
 
 
 def _probes(constants: list[float], rows: int, columns: int) -> Tensor:
@@ -134,11 +146,14 @@ def _probes(constants: list[float], rows: int, columns: int) -> Tensor:
         return torch.rand(rows, columns, generator=generator, dtype=torch.float64) * (high - low) + low
 
     near = [s * (c + d) for c in [0.0, *constants] for d in (-0.5, -1e-4, 0.0, 1e-4, 0.5) for s in (1.0, -1.0)]
+    for a, b in itertools.permutations([c for c in constants if c > 0], 2):
+        near += [s * derived * (1 + d) for derived in (a * b, a / b) for d in (-1e-4, 0.0, 1e-4) for s in (1.0, -1.0)]
     special = torch.tensor([*near, 12.0, -12.0, -1.0, 2.0, 30.0, -30.0, 300.0, -300.0], dtype=torch.float64)
     kinds = [
         uniform(-30, 30),
         uniform(-3, 3),
-        10 ** uniform(-6, 4.5) * (uniform(-1, 1)).sign(),
+        10 ** uniform(-6, 4.5) * uniform(-1, 1).sign(),
+        10 ** uniform(4.5, 38) * uniform(-1, 1).sign(),
         special[torch.randint(0, len(special), (rows, columns), generator=generator)],
     ]
     which = torch.randint(0, len(kinds), (rows, columns), generator=generator)
@@ -174,7 +189,9 @@ def _gated_candidates(
         """The values that one factor's first column takes, and the region's first output for them."""
         held = inputs.clone()
         layout.split(held)[1 - which].fill_(still)
-        return layout.split(held)[which][:, 0], gate_region.replay(region, held)[:, 0]
+        values, outputs = layout.split(held)[which][:, 0], gate_region.replay(region, held)[:, 0]
+        near = values.abs() <= 1e3  # where cancellation is small beside the largest output
+        return values[near], outputs[near]
 
     gate_values, gate_outputs = varied(0)
     factors = [gate for gate in _activations(constants) if _proportional(gate(gate_values), gate_outputs)]

@@ -38,15 +38,15 @@ from moe_compile.passes.fx_utils import (
 from moe_compile.passes.row_expressions import Clamp, Load, Mask, Rows
 from moe_compile.passes.row_provenance import RowProvenance
 
-# Operators whose value at one position depends on the same position of their operands alone.
+# Operators whose value at one position depends on the same position of their operands alone. No comparison and no
+# `where` is among them: they can change the function at a few points, or for NaN alone, where no probe need fall.
 _POINTWISE = {
-    aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.reciprocal, aten.abs, aten.sign,
+    aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.reciprocal, aten.abs,
     aten.exp, aten.expm1, aten.log1p, aten.sigmoid, aten.tanh, aten.erf, aten.pow, aten.square, aten.sqrt,
     aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum, aten.hardtanh, aten.softplus,
     aten.relu, aten.relu6, aten.silu, aten.gelu, aten.leaky_relu, aten.elu, aten.mish, aten.hardswish,
-    aten.where, aten.ge, aten.gt, aten.le, aten.lt, aten.eq, aten.ne, aten.logical_and, aten.logical_or,
-    aten.logical_not, aten.bitwise_and, aten.bitwise_or, aten.bitwise_not,
 }  # fmt: skip
+_COMPARISONS = {aten.where, aten.ge, aten.gt, aten.le, aten.lt, aten.eq, aten.ne, aten.isnan, aten.sign}
 # Operators that only choose or re-arrange columns; dimension 0 (rows) must stay as it is.
 _STRUCTURAL = {
     aten.split, aten.split_with_sizes, aten.chunk, aten.slice, aten.select, aten.unbind, aten.squeeze, aten.unsqueeze,
@@ -185,6 +185,8 @@ def _check_allowed(node: Node) -> None:
         if other is not None:
             raise Unproven(f"the gate function reads another input of the graph, {other.name}", node)
         return
+    if packet in _COMPARISONS:
+        raise Unproven(f"{describe(node)} in the gate function compares, so that evaluating it proves nothing", node)
     if packet not in _STRUCTURAL or node.target is aten.view.dtype:
         raise Unproven(f"{describe(node)} between the two projections is not a pointwise operator", node)
     values = node.meta.get("val")
@@ -266,8 +268,7 @@ def _run(node: Node, region: Region, values: Mapping[Node, Any], rows: Any, prob
     source = source_of(node)
     if is_cast(node) or is_copy(node):
         assert source is not None
-        found = values[source]
-        return found.double() if found.dtype == torch.bool else found
+        return values[source]
     if is_getitem(node):
         assert source is not None
         return values[source][arg(node, 1, "index")]
