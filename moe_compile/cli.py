@@ -30,7 +30,7 @@ from moe_compile.errors import (
 )
 from moe_compile.options import ACTIVATION_FORMATS, MOE_BACKENDS, CompileOptions
 from moe_compile.quiet import one_line, without_torch_noise
-from moe_compile.report import CompileReport
+from moe_compile.report import CompileReport, counted
 
 OK, NOT_REWRITTEN, USAGE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 _EXIT_CODES: tuple[tuple[type[MoeCompileError], int], ...] = (
@@ -183,7 +183,7 @@ def dump(
         console.print(report)
         for problem in dict.fromkeys(problem for graph in written.graphs for problem in graph.problems):
             console.print(Text(f"  not complete: {problem}"))
-        console.print(Text(f"wrote {_count(len(written.graphs), 'graph')}. Start at {written.folder}/index.html"))
+        console.print(Text(f"wrote {counted(len(written.graphs), 'graph')}. Start at {written.folder}/index.html"))
         _exit_for(report, options)
 
 
@@ -428,8 +428,3 @@ def _wide_console() -> Console:
 
 def _print_report(report: CompileReport) -> None:
     _wide_console().print(report)
-
-
-def _count(number: int, what: str) -> str:
-    """``1 graph``, ``2 graphs``."""
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +14,11 @@ from moe_compile.backend import compile_graph
 from moe_compile.errors import MoeCompileError
 from moe_compile.hf_accelerate import plain_forward
 from moe_compile.options import CompileOptions
-from moe_compile.report import CompileReport
+from moe_compile.report import CompileReport, counted
 from moe_compile.torch_internals import (
     CompileTimeError,
     as_not_compiled,
+    frame_id,
     graph_breaks,
     isolated_compile,
     without_caches,
@@ -50,6 +53,7 @@ def compile_and_run(
     """The report of :func:`explain`, and what the model returned."""
     original = getattr(model, "_orig_mod", model)
     found: list[CompileReport] = []
+    frames: set[object] = set()
 
     # A new function each time: Dynamo never takes code that it compiled for another backend.
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -57,13 +61,20 @@ def compile_and_run(
             compiled, one = compile_graph(gm, example_inputs, options)
         except MoeCompileError as error:
             raise CompileTimeError.wrap(error) from None
-        found.append(one)
+        frame = frame_id()
+        found.append(replace(one, recompiles=int(frame in frames)))
+        frames.add(frame)
         return compiled
 
-    before = graph_breaks()
+    before, packed = graph_breaks(), packed_weights.statistics().nbytes
+    start = time.perf_counter()
     with plain_forward(original), as_not_compiled(original), without_caches(), torch.no_grad():
         result = isolated_compile(original, backend)(*args, **kwargs)
-    merged = report.merge(found)
+    merged = replace(
+        report.merge(found),
+        packed_bytes=max(0, packed_weights.statistics().nbytes - packed),
+        total_seconds=time.perf_counter() - start,
+    )
     breaks = {reason: n - before.get(reason, 0) for reason, n in graph_breaks().items() if n > before.get(reason, 0)}
     for note in _notes(original, breaks, merged):
         merged = report.with_note(merged, note)
@@ -73,8 +84,12 @@ def compile_and_run(
 def _notes(model: object, breaks: Mapping[str, int], merged: CompileReport) -> list[str]:
     notes = []
     if breaks:
-        reasons = "; ".join(reason.strip().splitlines()[0] for reason in breaks)
-        notes.append(f"{sum(breaks.values())} graph breaks split the model into {merged.graphs} graphs: {reasons}")
+        reasons = "; ".join(breaks)
+        notes.append(
+            f"{counted(sum(breaks.values()), 'graph break')} left {counted(merged.graphs, 'graph')} of the model: "
+            f"{reasons}. A block is only found where one graph holds all of it; "
+            'TORCH_LOGS="graph_breaks" shows the lines'
+        )
     implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if implementation == "eager":
         notes.append(

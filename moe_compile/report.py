@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moe_compile.remedies import remedy
 from moe_compile.selection import Rejection
 from moe_compile.spec import ExpertSpec
 
@@ -40,6 +41,11 @@ class LayerReport:
     def rewritten(self) -> bool:
         return self.moe_backend is not None
 
+    @property
+    def remedy(self) -> str | None:
+        """What to do about a block that was left alone."""
+        return None if self.reason is None else remedy(self.reason)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         return {
@@ -49,6 +55,7 @@ class LayerReport:
             "moe_backend": self.moe_backend,
             "rejected": [{"backend": r.backend, "reason": r.reason, "remedy": r.remedy} for r in self.rejected],
             "reason": self.reason,
+            "remedy": self.remedy,
             "node": self.node,
             "location": self.location,
         }
@@ -61,6 +68,10 @@ class CompileReport:
     ``from_cache`` counts graphs that Inductor took from its cache: the pass did not run for them in this process, so
     their blocks are not listed (they hold the rewrite of the process that filled the cache). ``explain`` compiles
     without caches and always lists every block. ``seconds`` is the time spent in the pass alone.
+
+    Of ``explain`` alone: ``recompiles`` counts graphs that Dynamo captured again for a function that it had compiled,
+    ``packed_bytes`` is the memory of the weights that the call packed, ``total_seconds`` the time of compiling and
+    running.
     """
 
     layers: tuple[LayerReport, ...] = ()
@@ -68,6 +79,9 @@ class CompileReport:
     graphs: int = 1
     from_cache: int = 0
     seconds: float = 0.0
+    recompiles: int = 0
+    packed_bytes: int = 0
+    total_seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -97,6 +111,9 @@ class CompileReport:
             "graphs": self.graphs,
             "from_cache": self.from_cache,
             "seconds": self.seconds,
+            "recompiles": self.recompiles,
+            "packed_bytes": self.packed_bytes,
+            "total_seconds": self.total_seconds,
             "notes": list(self.notes),
             "layers": [layer.to_dict() for layer in self.layers],
         }
@@ -136,14 +153,31 @@ class CompileReport:
             if layer.reason:
                 where = f"\n    at {layer.location}" if layer.location else ""
                 node = f" [graph node {layer.node}]" if layer.node else ""
-                yield Text(f"  {layer.name}: left alone: {layer.reason}{node}{where}")
+                yield Text(f"  {layer.name}: left alone: {layer.reason}{node}{where}\n    remedy: {layer.remedy}")
         passed_over = dict.fromkeys(str(r) for layer in self.layers if layer.rewritten for r in layer.rejected)
         if passed_over:
             yield Text("backends passed over:")
             for line in passed_over:
                 yield Text(f"  {line}")
+        if self.total_seconds:
+            yield Text(
+                f"{counted(self.graphs, 'graph')}, {counted(self.recompiles, 'recompile')}; packed weights: "
+                f"{_size(self.packed_bytes)}; {self.total_seconds:.1f} s, {self.seconds:.2f} s of them in the pass"
+            )
         for note in self.notes:
             yield Text(f"note: {note}")
+
+
+def counted(number: int, what: str) -> str:
+    """``1 graph``, ``2 graphs``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _size(nbytes: int) -> str:
+    """``24 KiB``, ``1.5 MiB``, ``3.2 GiB``."""
+    if nbytes < 2**20:
+        return f"{nbytes / 2**10:.0f} KiB"
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.1f} GiB"
 
 
 def merge(reports: list[CompileReport]) -> CompileReport:
@@ -155,6 +189,9 @@ def merge(reports: list[CompileReport]) -> CompileReport:
         graphs=sum(report.graphs for report in reports),
         from_cache=sum(report.from_cache for report in reports),
         seconds=sum(report.seconds for report in reports),
+        recompiles=sum(report.recompiles for report in reports),
+        packed_bytes=sum(report.packed_bytes for report in reports),
+        total_seconds=sum(report.total_seconds for report in reports),
         notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
     )
 

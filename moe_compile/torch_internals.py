@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ __all__ = [
     "compile_id",
     "comptime",
     "fake_mode_of",
+    "frame_id",
     "graph_breaks",
     "guards_of",
     "inductor_compile",
@@ -260,8 +262,28 @@ def traced_tensor(context: ComptimeContext, name: str) -> torch.Tensor:
 
 
 def graph_breaks() -> dict[str, int]:
-    """How often Dynamo broke a graph in this process, by reason."""
-    return dict(counters["graph_break"])
+    """How often Dynamo broke a graph in this process, by reason, one line each.
+
+    A break inside of a loop makes Dynamo skip the whole function: those are counted elsewhere, under all that it says.
+    """
+    found: dict[str, int] = {}
+    for text, count in counters["graph_break"].items():
+        reason = text.strip().splitlines()[0]
+        found[reason] = found.get(reason, 0) + count
+    for text, count in counters["unimplemented"].items():
+        skipped = re.search(r"frame skipped: (\w+) \((?:\S*/)?([^/\s]+) line (\d+)\)", text)
+        if skipped:
+            function, file, line = skipped.groups()
+            reason = text.strip().splitlines()[0]
+            reason += f", in a loop of {function} ({file}:{line}), which runs uncompiled"
+            found[reason] = found.get(reason, 0) + count
+    return found
+
+
+def frame_id() -> object | None:
+    """What identifies the function that Dynamo is compiling in this thread, whichever version of it."""
+    found = CompileContext.current_compile_id()
+    return None if found is None else found.frame_id
 
 
 def cache_hits() -> int:

@@ -120,7 +120,7 @@ def test_graph_breaks_are_noted() -> None:
     report = explained(Breaks(), hidden_states())
     assert (report.rewritten, report.graphs) == (1, 2)
     (note,) = report.notes
-    assert note.startswith("1 graph breaks split the model into 2 graphs: ")
+    assert note.startswith("1 graph break left 2 graphs of the model: ")
     assert explained(moe(), hidden_states()).notes == (), "another model's breaks are not this one's"
 
 
@@ -129,7 +129,7 @@ def test_an_eager_loop_says_what_to_load_instead() -> None:
     report = explained(model, x)
     assert report.rewritten == 0
     breaks, advice = report.notes
-    assert "graph breaks split the model" in breaks
+    assert "graph breaks left 3 graphs of the model" in breaks
     assert "grouped_mm" in advice
 
 
