@@ -47,6 +47,7 @@ from moe_compile.passes.row_expressions import (
     without_clamp,
 )
 from moe_compile.passes.row_provenance import RowProvenance, sort_input
+from moe_compile.passes.unrecognised import unrecognised, weights_behind
 from moe_compile.passes.weighted_sum import WeightedSum, match_weighted_sum
 from moe_compile.spec import ExpertSpec
 
@@ -107,7 +108,12 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
         used |= match.interior
     order = {node: i for i, node in enumerate(graph.nodes)}
     failures = sorted((f for f in failures if f.node not in used), key=lambda f: order[f.node])
+    known = {source for failure in failures for source in weights_behind(failure.node)}
+    for match in results.values():
+        assert isinstance(match, MoEMatch)
+        known |= {match.gate_up_proj, match.down_proj}
     results.update(near_misses(failures, provenance))
+    results.update(unrecognised(graph, static_inputs, known))
     return [results[node] for node in sorted(results, key=order.__getitem__)]
 
 
