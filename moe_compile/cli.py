@@ -60,7 +60,8 @@ Factory = Annotated[
     typer.Argument(
         metavar="FACTORY",
         help="file.py:function or package.module:function. Called without arguments, it returns a model with "
-        "dummy_inputs (any Hugging Face model), (model, kwargs) or (model, args, kwargs).",
+        "dummy_inputs (any Hugging Face model), (model, kwargs) or (model, args, kwargs). Or a folder with a Hugging "
+        "Face config.json, or the name of a model in the local cache.",
     ),
 ]
 MoeBackend = Annotated[
@@ -77,6 +78,10 @@ Strict = Annotated[
     bool | None, typer.Option("--strict/--no-strict", help="Fail if a block that looks like MoE is left alone.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+RandomWeights = Annotated[
+    bool,
+    typer.Option("--random-weights", help="Of a Hugging Face folder or name: a model of few layers, random weights."),
+]
 ShowTraceback = Annotated[bool, typer.Option("--traceback", help="Show the Python traceback of an error.")]
 
 
@@ -128,6 +133,7 @@ def explain(
     inductor: Inductor = None,
     strict: Strict = None,
     as_json: Json = False,
+    random_weights: RandomWeights = False,
     show_traceback: ShowTraceback = False,
 ) -> None:
     """Compile the model that FACTORY returns, run it once, and say what happened to each expert block."""
@@ -137,7 +143,7 @@ def explain(
         options = _options(moe_backend, activations, inductor, strict)
         # What the factory prints must not end up in the JSON.
         with contextlib.redirect_stdout(sys.stderr):
-            call = load_model_call(factory)
+            call = load_model_call(factory, random_weights)
             # Here, because it imports Inductor: a mistake in FACTORY is answered without that wait.
             from moe_compile.explanation import explain_with
 
@@ -161,6 +167,7 @@ def dump(
     activations: Activations = None,
     inductor: Inductor = None,
     strict: Strict = None,
+    random_weights: RandomWeights = False,
     show_traceback: ShowTraceback = False,
 ) -> None:
     """Write the graphs of FACTORY's model before and after as runnable Python, with diffs, output code and guards."""
@@ -171,7 +178,7 @@ def dump(
         console = _wide_console()
         with contextlib.redirect_stdout(sys.stderr):
             _step("building the model")
-            call = load_model_call(factory)
+            call = load_model_call(factory, random_weights)
             from moe_compile.dump import start
             from moe_compile.explanation import explain_with
 
@@ -205,6 +212,7 @@ def verify(
     inductor: Inductor = None,
     strict: Strict = None,
     as_json: Json = False,
+    random_weights: RandomWeights = False,
     show_traceback: ShowTraceback = False,
 ) -> None:
     """Run FACTORY's model as it is and rewritten, and compare them block by block and at the output."""
@@ -214,7 +222,7 @@ def verify(
         options = _options(moe_backend, activations, inductor, strict)
         with contextlib.redirect_stdout(sys.stderr):
             _step("building the model")
-            call = load_model_call(factory)
+            call = load_model_call(factory, random_weights)
             from moe_compile import verification
 
             arguments = (options, call.model, call.args, call.kwargs, threshold)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moe_compile import hf_factory
 from moe_compile.errors import FactoryError, ModelFailed, nearest
 from moe_compile.quiet import one_line
 
@@ -28,15 +29,22 @@ class ModelCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_model_call(factory: str) -> ModelCall:
+def load_model_call(factory: str, random_weights: bool = False) -> ModelCall:
     """Import the factory, call it without arguments and understand what it returns.
 
     A model alone is called with its ``dummy_inputs`` (every Hugging Face model has them), moved to its device.
+    A folder with a Hugging Face ``config.json``, or the name of a model in the local cache, is a factory, too: the
+    model with its weights, or with ``random_weights`` one of few layers.
 
     Raises:
         FactoryError: the file, module or function does not exist, or the function returns something else.
         ModelFailed: the module raised when imported, or the function when called.
     """
+    if hf_factory.is_hf_name(factory):
+        build = hf_factory.random_model if random_weights else hf_factory.stored_model
+        return _model_call(factory, build(factory))
+    if random_weights:
+        raise FactoryError(f"--random-weights is for a Hugging Face folder or name, but FACTORY is {factory!r}")
     function = load_function(factory)
     try:
         returned = function()
