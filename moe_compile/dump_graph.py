@@ -42,7 +42,9 @@ class GraphDump:
         self.blocks: list[DumpedBlock] = []
         self.problems: list[str] = []
         self._changed = changed
-        self._aten = 0
+        self._graphs = 0  # that the pass has seen
+        self._compiled = 0
+        self._last: str | None = None
         self._before: tuple[GraphModule, tuple[FoundBlock, ...]] | None = None
         self._to_run: dict[str, list[tuple[str, GraphModule, GraphFile]]] = {}
         self._code: CodeType | None = None
@@ -50,23 +52,26 @@ class GraphDump:
 
     def captured(self, gm: GraphModule) -> None:
         """Dynamo's graph, before anything has happened to it."""
-        self._write_graph("dynamo", _copy(gm, gm.graph), "Dynamo's graph", "dynamo", keep=True)
+        self._write_graph("dynamo", _copy(gm, gm.graph), "Dynamo's graph", "dynamo")
         dump_bytecode.when_frame_is_done(self._frame_done)
 
     def before(self, graph: Graph, found: Sequence[MoEMatch | NearMiss]) -> None:
         """The ATen graph as the pass gets it, and what was found in it."""
+        # Inductor runs the pass on the subgraphs of a graph first and on the graph itself last.
+        self._last = f"aten{self._graphs or ''}"
+        self._graphs += 1
         module = _copy(graph.owning_module, graph)
         self._before = module, tuple(_found(one) for one in found)
-        self._write_graph(f"{self._prefix}before", module, "the ATen graph before the pass", self._prefix[:-1])
+        self._write_graph(f"{self._last}_before", module, "the ATen graph before the pass", self._last)
 
     def after(self, graph: Graph, report: CompileReport) -> None:
         """The ATen graph as Inductor gets it."""
         assert self._before is not None
+        assert self._last is not None
         module, found = self._before
         rewritten = _copy(graph.owning_module, graph)
-        self._write_graph(
-            f"{self._prefix}after", rewritten, "the ATen graph after the pass", self._prefix[:-1], REGISTER_OPERATORS
-        )
+        title = "the ATen graph after the pass"
+        self._write_graph(f"{self._last}_after", rewritten, title, self._last, REGISTER_OPERATORS)
         outcomes = report.layers[len(report.layers) - len(found) :]
         for block in rewritten_blocks(module.graph, rewritten.graph, found, [_outcome(one) for one in outcomes]):
             (self.folder / f"block{len(self.blocks)}.diff").write_text(block.diff)
@@ -75,13 +80,13 @@ class GraphDump:
 
     def compiled(self, inductor_code: str | None) -> Callable[[Sequence[Any]], None]:
         """An ATen graph is compiled; returns what records the inputs of its first run."""
-        prefix = self._prefix
-        self._aten += 1
+        which, self._last = self._last, None  # None for a backward graph, which the pass passes by
         if inductor_code:
-            name = prefix.replace("aten", "inductor").removesuffix("_")
+            name = f"inductor{self._compiled or ''}"
+            self._compiled += 1
             (self.folder / f"{name}.py").write_text(inductor_code)
             trace_artifact(f"moe_compile_graph{self.number}_{name}", inductor_code)
-        return lambda inputs: self.record_inputs(prefix[:-1], inputs)
+        return lambda inputs: None if which is None else self.record_inputs(which, inputs)
 
     def finished(self, report: CompileReport) -> None:
         """The graph is compiled."""
@@ -95,8 +100,8 @@ class GraphDump:
         waiting = self._to_run.pop(which, [])
         if not waiting:
             return
-        specs, constants = waiting[0][2].specs, waiting[0][2].constants
-        recorded = _constants(constants)
+        specs = waiting[0][2].specs
+        recorded = {name: value for _, _, file in waiting for name, value in _constants(file.constants).items()}
         total = 0
         for spec, value in zip(specs, inputs, strict=False):
             if isinstance(value, torch.Tensor) and not value.dtype.is_complex:
@@ -128,11 +133,6 @@ class GraphDump:
             self._code = None
         self._changed()
 
-    @property
-    def _prefix(self) -> str:
-        """``aten_``; ``aten1_`` and so on for the further graphs of one capture, such as a backward graph."""
-        return f"aten{self._aten}_" if self._aten else "aten_"
-
     def _frame_done(self, code: CodeType, new_code: CodeType) -> None:
         self._code = code
         text, problem = dump_bytecode.decompiled(code, new_code)
@@ -140,9 +140,7 @@ class GraphDump:
             self.problems.append(problem)
         (self.folder / "bytecode.py").write_text(text)
 
-    def _write_graph(
-        self, name: str, module: GraphModule, what: str, inputs: str, imports: str = "", keep: bool = False
-    ) -> None:
+    def _write_graph(self, name: str, module: GraphModule, what: str, inputs: str, imports: str = "") -> None:
         title = f"graph{self.number}: {what}."
         names = f"{name}.py", f"{inputs}.inputs.safetensors", f"{name}.outputs.safetensors"
         file = graph_file(module, title, *names, imports)

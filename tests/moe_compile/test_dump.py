@@ -179,11 +179,10 @@ class TestStable:
 class TestCompiling:
     def test_a_warm_cache_is_dumped_just_the_same(self, tmp_path: Path) -> None:
         compile_and_run(TwoLayers(), inductor=True)
-        for name in ("one", "two"):
-            compile_and_run(TwoLayers(), inductor=True, dump_dir=tmp_path / name)
-            graph = tmp_path / name / "rank0" / "graph0"
-            assert names(graph) == GRAPH_FILES | {"inductor.py"}
-            assert "torch.ops.moe_compile.reference_experts" in (graph / "inductor.py").read_text()
+        compile_and_run(TwoLayers(), inductor=True, dump_dir=tmp_path)
+        graph = tmp_path / "rank0" / "graph0"
+        assert names(graph) == GRAPH_FILES | {"inductor.py"}
+        assert "torch.ops.moe_compile.reference_experts" in (graph / "inductor.py").read_text()
         assert run_file(graph / "aten_after.py").returncode == 0
 
     def test_the_result_is_the_same(self, tmp_path: Path) -> None:
@@ -213,12 +212,33 @@ class TestCompiling:
         assert "norm 4.58258" in done.stdout
 
     def test_a_training_graph_has_a_backward(self, tmp_path: Path) -> None:
-        options = {"dump_dir": str(tmp_path), "inductor": False}
+        options = {"dump_dir": str(tmp_path)}
         model: Any = torch.compile(nn.Linear(4, 3), backend="moe_rocm", options=options)
         model(torch.ones(2, 4)).sum().backward()
         graph = tmp_path / "rank0" / "graph0"
-        assert {"aten_before.py", "aten_after.py"} <= names(graph)
+        assert {"aten_before.py", "aten_after.py", "inductor.py", "inductor1.py"} <= names(graph)
         assert run_file(graph / "aten_before.py").returncode == 0
+
+    @pytest.mark.parametrize("inductor", [False, True])
+    def test_graphs_in_a_graph(self, tmp_path: Path, inductor: bool) -> None:
+        class Branches(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = TwoLayers()
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.inner(x)
+                out: Tensor = torch.cond(y.sum() > 0, lambda z: z + 1, lambda z: z - 1, (y,))
+                return out
+
+        compile_and_run(Branches(), dump_dir=tmp_path, inductor=inductor)
+        graph = tmp_path / "rank0" / "graph0"
+        # Inductor's pass runs on each branch, then on the whole.
+        befores = {"aten_before.py", "aten1_before.py", "aten2_before.py"} if inductor else {"aten_before.py"}
+        assert {path.name for path in graph.glob("aten*_before.py")} == befores
+        done = run_file(graph / ("aten2_before.py" if inductor else "aten_before.py"))
+        assert done.returncode == 0, done.stderr
+        assert "recorded output 0.0e+00" in done.stdout
 
     def test_graphs_go_to_the_structured_trace(self, tmp_path: Path) -> None:
         code = (
