@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_compile import packed_weights, report
-from moe_compile.errors import MoeCompileError, OptionError
+from moe_compile.errors import MoeCompileError, OptionError, nearest
 from moe_compile.options import CompileOptions
 from moe_compile.passes.fusion_pass import MoEFusionPass
 from moe_compile.report import CompileReport
@@ -19,8 +19,10 @@ from moe_compile.torch_internals import (
     CompileTimeError,
     aot_compile,
     cache_hits,
+    config_names,
     inductor_compile,
     mode_patches,
+    unknown_config_names,
     user_pre_passes,
     without_caches,
 )
@@ -116,6 +118,11 @@ def _patches(options: CompileOptions) -> dict[str, Any]:
         return {}
     patches = mode_patches(options.mode)
     if isinstance(options.inductor, Mapping):
+        for name in unknown_config_names(options.inductor):
+            raise OptionError(
+                f"moe_rocm: inductor={{{name!r}: ...}} is no Inductor config; see torch._inductor.config."
+                + nearest(name, config_names())
+            )
         patches.update(options.inductor)
     if not patches.get("use_post_grad_passes", True):
         raise OptionError(

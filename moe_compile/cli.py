@@ -147,8 +147,9 @@ def explain(
             # Here, because it imports Inductor: a mistake in FACTORY is answered without that wait.
             from moe_compile.explanation import explain_with
 
+            # Without strict, so that the report is there to be printed; strict decides the exit code.
             with _model_errors(factory, show_traceback):
-                report = explain_with(options, call.model, call.args, call.kwargs)
+                report = explain_with(replace(options, strict=False), call.model, call.args, call.kwargs)
         if as_json:
             typer.echo(report.to_json())
         else:

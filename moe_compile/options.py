@@ -71,8 +71,10 @@ class CompileOptions:
         environ: Mapping[str, str] | None = None,
     ) -> CompileOptions:
         """``options`` over the environment over the defaults. ``mode`` is torch.compile's own argument."""
-        given = dict(options or {})
         names = [f.name for f in fields(cls)]
+        if not isinstance(options or {}, Mapping):
+            raise OptionError(f"moe_rocm: options={options!r} is not a dict. Options are {', '.join(names)}.")
+        given = dict(options or {})
         for key, value in given.items():
             if key not in names:
                 raise OptionError(

@@ -11,7 +11,7 @@ import inspect
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, cast
 
@@ -60,6 +60,7 @@ __all__ = [
     "aot_compile",
     "as_not_compiled",
     "cache_hits",
+    "config_names",
     "compile_id",
     "comptime",
     "fake_mode_of",
@@ -82,6 +83,7 @@ __all__ = [
     "trace_artifact",
     "traced_module",
     "traced_tensor",
+    "unknown_config_names",
     "user_pre_passes",
     "version_of",
     "without_caches",
@@ -104,6 +106,17 @@ class CompileTimeError(ShortenTraceback):
 def mode_patches(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
     """Inductor config patches of a torch.compile mode."""
     return dict(list_mode_options(mode, dynamic)) if mode else {}
+
+
+def unknown_config_names(names: Iterable[str]) -> list[str]:
+    """Those that are no Inductor config."""
+    known = inductor_config.get_config_copy()
+    return [name for name in names if name not in known]
+
+
+def config_names() -> list[str]:
+    """Every Inductor config name."""
+    return list(inductor_config.get_config_copy())
 
 
 def user_pre_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:

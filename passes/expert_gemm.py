@@ -25,6 +25,7 @@ class ExpertGemm:
         weight: the placeholder with all experts' weights, (E, N, K), or (E, K, N) if ``transposed``.
         expert: element expression of the expert ids, read as ``grouping`` says.
         interior: the nodes that exist only to compute ``node`` from ``x`` and ``weight``.
+        clamped: the ids were clamped into the table before the weight was read; ``expert`` is without the clamp.
     """
 
     node: Node
@@ -35,6 +36,7 @@ class ExpertGemm:
     expert: Expr
     interior: tuple[Node, ...]
     form: str
+    clamped: bool = False
 
     @property
     def num_experts(self) -> int:

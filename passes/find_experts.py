@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from moe_compile.passes import match_batched_mm, match_grouped_mm
 from moe_compile.passes.expert_gemm import ExpertGemm
+from moe_compile.passes.expert_ids import SlotIds
 from moe_compile.passes.fx_utils import (
     INDICES,
     Unproven,
@@ -22,7 +23,6 @@ from moe_compile.passes.fx_utils import (
     module_path,
     numel,
     same,
-    same_shape,
     shape,
     source_location,
     static,
@@ -34,17 +34,14 @@ from moe_compile.passes.gate_function import GateMatch, match_gate_function
 from moe_compile.passes.near_misses import Failure, NearMiss, near_misses
 from moe_compile.passes.row_expressions import (
     ROW,
-    Expr,
+    Clamp,
     Load,
-    Mask,
     Perm,
     Rows,
     compose,
     floor_div,
     is_injective,
-    perm,
     sorts_in,
-    without_clamp,
 )
 from moe_compile.passes.row_provenance import RowProvenance, sort_input
 from moe_compile.passes.unrecognised import unrecognised, weights_behind
@@ -130,7 +127,7 @@ def _prove(
     # Row r of both projections is row of the sum ``total.row``; compare everything there.
     if compose(hidden.index, total.row) != floor_div(slot, top_k):
         raise Unproven("the up projection's rows are not the hidden states of the slots that are summed", up.x)
-    routing = _Routing(ids, slot, up.num_experts, provenance)
+    routing = SlotIds(ids, slot, up.num_experts, provenance)
     for masks, rows in ((gate.masks, total.row), (hidden.masks, total.row), (total.masks, ROW)):
         for mask in masks:
             routing.check_mask(mask.at(rows))
@@ -138,6 +135,11 @@ def _prove(
     down_bias = None if total.bias is None else routing.check_bias(total.bias, down)
     _check_sizes(hidden.base, ids, total, up)
     _check_weights([up.weight, down.weight, gate_up_bias, down_bias], hidden.base, static_inputs)
+    clamped = (
+        up.clamped or down.clamped or any(b is not None and isinstance(b.index, Clamp) for b in (gate.bias, total.bias))
+    )
+    if clamped and not total.sentinels_zeroed:
+        routing.require_in_range()
     interior = frozenset((*up.interior, *down.interior, *gate.interior, *total.interior))
     _check_not_used_elsewhere(interior, total.root)
     spec = ExpertSpec(
@@ -172,7 +174,7 @@ def _prove(
     )
 
 
-_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def _check_projections(up: ExpertGemm, down: ExpertGemm, gate: GateMatch) -> None:
@@ -221,46 +223,6 @@ def _check_routing(down: ExpertGemm, total: WeightedSum, provenance: RowProvenan
     return expert.base
 
 
-@dataclass(frozen=True)
-class _Routing:
-    """What is known of row ``i`` of the sum: it is of slot ``slot(i)``, so of expert ``ids.flatten()[slot(i)]``."""
-
-    ids: Node
-    slot: Expr
-    num_experts: int
-    provenance: RowProvenance
-
-    def is_expert(self, found: Expr) -> bool:
-        """Whether an expression is the row's own expert id.
-
-        Two sorts of the same ids may order equal ids differently, but agree on the id at each place.
-        """
-        if found == Load(self.ids, self.slot):
-            return True
-        if not isinstance(found, Load) or found.base is not self.ids:
-            return False
-        place = found.inner
-        return isinstance(place, Perm) and any(
-            perm(order, place.inner) == self.slot
-            and all(self.provenance.element(sort_input(sort)) == Load(self.ids, ROW) for sort in (order, place.sort))
-            for order in (*sorts_in(place), *sorts_in(self.slot))
-        )
-
-    def check_mask(self, mask: Mask) -> None:
-        """A mask must zero sentinel slots alone: ``ids >= E`` with the slot's own id."""
-        if mask.bound != self.num_experts or not self.is_expert(mask.ids):
-            raise Unproven(
-                f"rows are set to zero by another condition than id >= {self.num_experts} of their own slot", self.ids
-            )
-
-    def check_bias(self, bias: Rows, gemm: ExpertGemm) -> Node:
-        if not self.is_expert(without_clamp(bias.index, self.num_experts)) or bias.masks:
-            raise Unproven("the bias is read at other ids than the weight", bias.base)
-        if not same_shape(shape(bias.base), (gemm.num_experts, gemm.out_features)):
-            raise Unproven(f"the bias has shape {tuple(shape(bias.base))}", bias.base)
-        return bias.base
-
-
 def _check_sizes(hidden: Node, ids: Node, total: WeightedSum, up: ExpertGemm) -> None:
     """The row functions hold for as many rows as there are slots, and every tensor has one row or element for each."""
     tokens, top_k = total.tokens, total.top_k
@@ -300,8 +262,10 @@ def _check_weights(nodes: list[Node | None], hidden: Node, static_inputs: set[No
             )
         if tensor(node).device != device:
             raise Unproven(f"the expert weight is on {tensor(node).device}, the hidden states on {device}", node)
-        if not is_float(node):
-            raise Unproven(f"the expert weight is {tensor(node).dtype} without block scales", node)
+        if tensor(node).dtype not in _FORMATS:
+            raise Unproven(
+                f"the expert weight is {tensor(node).dtype} without block scales; bf16, fp16 and fp32 are packed", node
+            )
 
 
 def _check_not_used_elsewhere(interior: frozenset[Node], root: Node) -> None:

@@ -30,7 +30,7 @@ from moe_compile.passes.fx_utils import (
     source_of,
     swaps_last_two,
 )
-from moe_compile.passes.row_expressions import without_clamp
+from moe_compile.passes.row_expressions import Clamp, without_clamp
 from moe_compile.passes.row_provenance import RowProvenance
 
 FORM = "batched_mm"
@@ -126,6 +126,7 @@ def match(node: Node, provenance: RowProvenance) -> ExpertGemm:
         transposed=(not weight_first) ^ swapped,
         grouping="listed",
         expert=without_clamp(provenance.element(ids), int(shape(placeholder)[0])),
+        clamped=isinstance(provenance.element(ids), Clamp),
         interior=(*between, gather, *x_nodes, *_product_nodes(node), node, *tail),
         form=FORM,
     )

@@ -106,7 +106,7 @@ def compose(outer: Expr, inner: Expr) -> Expr:
 
 
 def without_clamp(ids: Expr, num_experts: int) -> Expr:
-    """Expert ids without clamps into [0, E), which change sentinel ids alone (and their slots count as zero)."""
+    """Expert ids without clamps into [0, E). What becomes of the ids that those change must be proven elsewhere."""
     while isinstance(ids, Clamp) and ids.low in (None, 0) and ids.high in (None, num_experts - 1):
         ids = ids.inner
     return ids

@@ -59,6 +59,7 @@ class WeightedSum:
     top_k: int
     bias: Rows | None
     masks: tuple[Mask, ...]
+    sentinels_zeroed: bool
     interior: tuple[Node, ...]
 
 
@@ -73,6 +74,7 @@ class _Walk:
     weight_dtype: torch.dtype
     bias: Rows | None
     masks: list[Mask]
+    zeroed: bool = False  # by a mask, and nothing was added since
 
     @property
     def has_rows(self) -> bool:
@@ -148,6 +150,7 @@ def match_weighted_sum(down: ExpertGemm, provenance: RowProvenance) -> WeightedS
         top_k=found.top_k,
         bias=walk.bias,
         masks=tuple(walk.masks),
+        sentinels_zeroed=walk.zeroed,
         interior=tuple(interior),
     )
 
@@ -192,12 +195,13 @@ def _step(walk: _Walk, user: Node, provenance: RowProvenance) -> None:
     masked = provenance.masked_source(user) if rank(node) != 1 else None
     if masked is not None and masked[0] is node and same_shape(shape(user), shape(node)):
         walk.masks.append(masked[1])
+        walk.zeroed = True
         return
     bias = bias_operand(user, provenance)
     if bias is not None and bias[0] is node:
         if walk.weight is not None or walk.bias is not None:
             raise Unproven("a bias is added after the routing weights, or twice", user)
-        walk.bias = bias[1]
+        walk.bias, walk.zeroed = bias[1], False
         return
     if source_of(user) is node and rank(node) == 2:
         index = provenance.gather_index(user)
@@ -231,6 +235,7 @@ def _take_weight(walk: _Walk, node: Node, user: Node, provenance: RowProvenance)
     while True:
         if isinstance(weight, Masked):
             walk.masks.append(Mask(weight.ids, weight.bound))
+            walk.zeroed = True
             weight = weight.inner
         elif isinstance(weight, Load) and weight.inner == ROW and is_float_cast(weight.base):
             # A cast after the routing is the same as one before it, which the rewrite makes.

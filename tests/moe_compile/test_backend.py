@@ -215,6 +215,10 @@ class TestRefused:
             ({"strict": "yes"}, ["strict='yes'", "True, False"]),
             ({"inductor": 1}, ["inductor=1"]),
             ({"max_rewrites": -1}, ["max_rewrites=-1"]),
+            (
+                {"inductor": {"max_autotone": True}},
+                ["'max_autotone'", "no Inductor config", "Did you mean 'max_autotune'"],
+            ),
             ({"inductor": {"use_post_grad_passes": False}}, ["use_post_grad_passes", "backend='inductor'"]),
             ({"inductor": False, "mode": "reduce-overhead"}, ["mode='reduce-overhead'", "inductor=False"]),
         ],

@@ -145,7 +145,7 @@ class TestExplain:
             (["--moe-backend", "triton-native"], CompileOptions(moe_backend="triton_native")),
             (["--activations", "mxfp8"], CompileOptions(activations="mxfp8")),
             (["--no-inductor"], CompileOptions(inductor=False)),
-            (["--strict"], CompileOptions(strict=True)),
+            (["--strict"], CompileOptions()),  # the report is printed all the same, and decides the exit code
         ],
     )
     def test_options(

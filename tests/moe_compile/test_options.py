@@ -170,3 +170,8 @@ class TestCacheKey:
     def test_values_that_json_has_no_word_for_are_allowed(self) -> None:
         options = CompileOptions(inductor={"post_grad_custom_post_pass": len})
         assert "built-in function len" in options.cache_key()
+
+
+def test_options_that_are_no_dict() -> None:
+    with pytest.raises(OptionError, match="options='triton' is not a dict. Options are moe_backend, "):
+        CompileOptions.parse("triton")  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def test_a_bias_that_is_no_parameter() -> None:
     assert "is not a parameter or buffer" in only_miss(found).reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
 def test_weights_without_block_scales(dtype: torch.dtype) -> None:
     captured = capture_hooked({}, "batched_mm")
     for which, sizes in ((0, (E, 32, 32)), (1, (E, 32, 16))):

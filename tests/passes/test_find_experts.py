@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expert_modules import GATES, UNGATED, Experts, Spelling, random_inputs
-from graph_capture import Captured, capture, check_rewrite, only_match
+from graph_capture import Captured, capture, check_rewrite, only_match, only_miss
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +62,9 @@ def test_every_spelling_is_found_and_computes_the_same(
         decomposed=data.draw(st.booleans(), label="decomposed"),
         dynamic=(0, 1, 2) if tokens > 1 and data.draw(st.booleans(), label="dynamic T") else (),
     )
+    if (spelling.form, spelling.masks) == ("batched_mm", "5.17"):  # clamped, not masked, and ids that may be anything
+        assert "could not be shown" in only_miss(check_rewrite(captured)).reason
+        return
     spec = only_match(check_rewrite(captured)).spec
     assert (spec.num_experts, spec.hidden_size, spec.intermediate_size, spec.top_k) == (
         experts,
@@ -84,7 +87,6 @@ SPELLINGS = [
     Spelling(masks="5.17"),
     Spelling(masks="5.24", bias=True),
     Spelling("batched_mm"),
-    Spelling("batched_mm", masks="5.17"),
     Spelling("batched_mm", masks="5.24", bias=True),
     Spelling("batched_mm", transposed=True, interleaved=True, gate="swiglu_oai", bias=True),
     Spelling(transposed=True, interleaved=True, gate="swiglu_oai", bias=True),

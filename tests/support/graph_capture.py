@@ -23,7 +23,8 @@ from moe_compile.passes.near_misses import NearMiss
 from moe_compile.passes.rewrite import check_output, rewrite
 
 # Relative L2 error between a block as its graph rounds it and the operator, which accumulates in float32.
-TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 3e-6}
+# The original rounds to bf16 at every step, at the smallest sizes by up to 1.2e-2 of the result; the operator does not.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 3e-6}
 
 
 @dataclass(frozen=True)
