@@ -126,9 +126,9 @@ def test_capture_before_packing_is_refused_and_leaves_the_stream_usable() -> Non
         call(x, ids, weights, experts.gate_up_proj.clone(), experts.down_proj.clone())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with pytest.raises(RuntimeError, match="Call the compiled model once before the capture"):
-            with torch.cuda.graph(graph):
-                call(x, ids, weights, experts.gate_up_proj, experts.down_proj)
+        refused = pytest.raises(RuntimeError, match="Call the compiled model once before the capture")
+        with refused, torch.cuda.graph(graph):
+            call(x, ids, weights, experts.gate_up_proj, experts.down_proj)
         out = call(x, ids, weights, experts.gate_up_proj, experts.down_proj)
     assert bool(out.isfinite().all())
 

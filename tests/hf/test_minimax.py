@@ -20,7 +20,7 @@ SPELLINGS = ["grouped_mm", "batched_mm"]
 
 
 # (largest error against the yardstick, smallest against the original). In bf16 seen 4e-3 to 5e-3 and 1.6e-2 to 1.9e-2
-# with MiniMax-M2, 6e-3 to 1.1e-2 and 2.9e-2 to 3.2e-2 with M3, whose three layers add four experts a token, twice scaled.
+# with MiniMax-M2, 6e-3 to 1.1e-2 and 2.9e-2 to 3.2e-2 with M3, whose three layers add four experts a token, doubled.
 BOUNDS = {
     ("minimax_m2", torch.bfloat16): (1e-2, 1.2e-2),
     ("minimax_m3_vl_text", torch.bfloat16): (1.5e-2, 2e-2),
