@@ -89,5 +89,7 @@ def compile_launch(launch: Launch, arch: str) -> CompiledLaunch:
             signature[parameter.name] = "i32"
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    if launch.overlap:
+        options["launch_pdl"] = True
     compiled = triton.compile(source, target=gpu_target(arch), options=options)
     return CompiledLaunch(launch.kernel.__name__, arch, compiled.metadata.shared, dict(compiled.asm), compiled.metadata)

@@ -1,17 +1,18 @@
 """One expert block on the GPU: which kernels run, on which tensors.
 
-Up to `config.MAX_UNSORTED_SLOTS` slots (decoding a few tokens), nothing is sorted::
+bfloat16 and float16 hidden states: see half. float32 hidden states, of which no model is made, keep float32 products.
+Up to `config.MAX_UNSORTED_SLOTS` slots nothing is sorted::
 
     hidden (T, H) -> gate_up_slot_kernel -> intermediate (S, I) -> down_slot_kernel -> out (T, H)
 
-Otherwise slots are sorted by expert, and each weight tile serves a block of slots::
+Otherwise each weight tile serves a block of slots of one expert::
 
-    topk_ids -> count, scan, place -> sorted slots
+    topk_ids -> sort_kernel (count, scan and place from 4096 slots on) -> sorted slots
     hidden (T, H) -> gate_up_kernel -> intermediate (S, I) -> down_kernel -> partials (S, H) float32 -> reduce_kernel
 
 With ``activations="mxfp8"`` a quantize_kernel goes before either projection. Every grid and every size is a function of
 shapes alone: nothing waits for the device, so a call can be captured in a CUDA graph and replayed with other routing.
-No kernel uses atomics: equal inputs give equal bits.
+No kernel adds floating-point numbers in an order that may change: equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from moe_compile.kernels.triton import gemm_kernels, quantize_kernels, reduce_ke
 from moe_compile.kernels.triton.checks import check_inputs
 from moe_compile.kernels.triton.config import Config, choose_config
 from moe_compile.kernels.triton.gate import gate_constants
+from moe_compile.kernels.triton.half import half_launches
 from moe_compile.kernels.triton.launch import Launch, execute
 from moe_compile.kernels.triton.routing import sort_slots
 from moe_compile.spec import GateFunction
 from moe_compile.target import Target
-
-DOT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 REDUCE_BLOCK = 1024
 QUANTIZE_BLOCKS = 32
@@ -86,6 +86,7 @@ def plan(
     expert_map: torch.Tensor | None = None,
     quantized: bool = False,
     out_dtype: torch.dtype | None = None,
+    config: Config | None = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
     """The result, still to be computed, and the launches that compute it. Tensors may be on the meta device."""
     num_tokens, top_k = topk_ids.shape
@@ -94,15 +95,17 @@ def plan(
     if num_tokens == 0 or top_k == 0 or 0 in sizes:
         return torch.zeros(hidden_states.shape, dtype=out_dtype, device=hidden_states.device), []
     out = torch.empty(hidden_states.shape, dtype=out_dtype, device=hidden_states.device)
-    dot = "bf16" if quantized else DOT[hidden_states.dtype]
-    config = choose_config(num_tokens, top_k, *sizes, "mxfp8" if quantized else dot, arch)
+    dot = "fp32" if hidden_states.dtype == torch.float32 else "half"
+    config = config or choose_config(num_tokens, top_k, *sizes, dot, arch)
     routing = (
         topk_ids.contiguous(),
         topk_weights.contiguous(),
         None if expert_map is None else expert_map.contiguous(),
     )
-    by_slot = _by_slot if config.block_m is None else _by_expert
-    return out, by_slot(out, hidden_states.contiguous(), *routing, packed, gate, quantized, dot, config)
+    arguments = (out, hidden_states.contiguous(), *routing, packed, gate, quantized, config)
+    if dot == "half":
+        return out, half_launches(*arguments, arch)
+    return out, (_by_slot if config.block_m is None else _by_expert)(*arguments)
 
 
 def _by_slot(
@@ -114,7 +117,6 @@ def _by_slot(
     packed: PackedExperts,
     gate: GateFunction,
     quantized: bool,
-    dot: str,
     config: Config,
 ) -> list[Launch]:
     num_tokens, top_k = topk_ids.shape
@@ -172,7 +174,6 @@ def _by_expert(
     packed: PackedExperts,
     gate: GateFunction,
     quantized: bool,
-    dot: str,
     config: Config,
 ) -> list[Launch]:
     assert config.block_m is not None
@@ -182,7 +183,7 @@ def _by_expert(
     intermediate = hidden_states.new_empty((topk_ids.numel(), intermediate_size))
     # float32: rounding the partials to bfloat16 would cost as much accuracy again as rounding the result.
     partials = hidden_states.new_empty((topk_ids.numel(), hidden_size), dtype=torch.float32)
-    sizes = {"H": hidden_size, "I": intermediate_size, "DOT": dot, "BLOCK_M": config.block_m}
+    sizes = {"H": hidden_size, "I": intermediate_size, "DOT": "bf16" if quantized else "fp32"}
     x, quantize_x = _operand(hidden_states, quantized)
     z, quantize_z = _operand(intermediate, quantized)
     first, second = config.gate_up, config.down
@@ -191,12 +192,12 @@ def _by_expert(
         *quantize_x,
         Launch(
             gemm_kernels.gate_up_kernel,
-            (order.num_blocks * -(-intermediate_size // first.block_n),),
+            (order.blocks.number * -(-intermediate_size // first.block_n),),
             {
                 **x,
                 **_weights(packed.gate_up, packed.gate_up_scale, packed.gate_up_bias),
                 "out_ptr": intermediate,
-                **order.arguments(),
+                **order.blocks.arguments(),
                 **sizes,
                 "TOP_K": top_k,
                 "BLOCK_N": first.block_n,
@@ -209,12 +210,12 @@ def _by_expert(
         *quantize_z,
         Launch(
             gemm_kernels.down_kernel,
-            (order.num_blocks * -(-hidden_size // second.block_n),),
+            (order.blocks.number * -(-hidden_size // second.block_n),),
             {
                 **z,
                 **_weights(packed.down, packed.down_scale, packed.down_bias),
                 "out_ptr": partials,
-                **order.arguments(),
+                **order.blocks.arguments(),
                 **sizes,
                 "BLOCK_N": second.block_n,
                 "BLOCK_K": second.block_k,

@@ -1,13 +1,12 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-"""Both grouped GEMMs over slots sorted by expert. A program computes BLOCK_N weight rows for BLOCK_M sorted positions.
+"""float32 hidden states: both grouped GEMMs over slots sorted by expert. (Narrower ones: half_gemm.)
 
-The product is transposed, ``acc (BLOCK_N, BLOCK_M) = W (BLOCK_N, K) @ x.T (K, BLOCK_M)``: the weights are the operand
-with many rows, so that a few tokens fill a matrix instruction. DOT says in which type the operands meet:
+A program computes BLOCK_N weight rows for BLOCK_M slots of one expert. The product is transposed, ``acc (BLOCK_N,
+BLOCK_M) = W (BLOCK_N, K) @ x.T (K, BLOCK_M)``: the weights are the operand with many rows, so that a few tokens fill a
+matrix instruction. DOT says in which type the operands meet:
 
-- ``bf16``: decoded weights are exact in bfloat16, and so are activations that are bfloat16 or MXFP8.
-- ``fp16``: elements without their scale are exact in float16, with it they may overflow or vanish. So BLOCK_K is 32,
-  one block of the format, and the scale multiplies each partial product in float32.
 - ``fp32``: float32 products (no TF32).
+- ``bf16``: activations that are MXFP8 are exact in bfloat16, and so are decoded weights.
 """
 
 import triton
@@ -17,8 +16,6 @@ from moe_compile.kernels.triton.decode import (
     decode_columns,
     decode_rows,
     dot,
-    e4m3_to_f32,
-    e8m0_to_f32,
     round_to,
     to_f32,
 )
@@ -70,10 +67,7 @@ def accumulate(
     else:
         w = tl.load(w_ptrs, mask=(n < rows_left)[:, None] & (k < K)[None, :], other=0)
         scale = tl.load(scale_ptrs, mask=(n < rows_left)[:, None] & (blocks < SCALES)[None, :], other=127)
-    if DOT == "fp16":
-        partial = dot(e4m3_to_f32(w).to(tl.float16), x, tl.zeros_like(acc))
-        acc += partial * e8m0_to_f32(scale)  # scale: (BLOCK_N, 1)
-    elif DOT == "bf16":
+    if DOT == "bf16":
         acc = dot(round_to(decode_rows(w, scale, BLOCK_N, BLOCK_K), tl.bfloat16), x, acc)
     else:
         acc = dot(decode_rows(w, scale, BLOCK_N, BLOCK_K), to_f32(x), acc)
@@ -87,11 +81,10 @@ def gate_up_kernel(
     w_ptr,  # (E, 2I, H) E4M3 bytes; (E, I, H) without GATED
     w_scale_ptr,  # (E, 2I, ceil(H/32))
     bias_ptr,  # (E, 2I) or None
-    out_ptr,  # (S, I), by sorted position
+    out_ptr,  # (S, I), by slot
     sorted_slots_ptr,  # this and the block tables: see routing_kernels.place_kernel
     block_expert_ptr,
-    block_start_ptr,
-    block_end_ptr,
+    block_count_ptr,
     num_blocks,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
@@ -109,7 +102,7 @@ def gate_up_kernel(
     GATE_SOFTCAP: tl.constexpr,
     UP_SOFTCAP: tl.constexpr,
 ):
-    """``out[position] = act(gate[e] @ x[t], up[e] @ x[t])``. Grid: (num_blocks * ceil(I / BLOCK_N),).
+    """``out[slot] = act(gate[e] @ x[t], up[e] @ x[t])``. Grid: (num_blocks * ceil(I / BLOCK_N),).
 
     Blocks of one expert are neighbours in the grid and read the same weight rows.
     """
@@ -118,10 +111,10 @@ def gate_up_kernel(
     expert = tl.load(block_expert_ptr + block).to(tl.int64)
     if expert < 0:
         return
-    positions = tl.load(block_start_ptr + block) + tl.arange(0, BLOCK_M)
-    in_block = positions < tl.load(block_end_ptr + block)
-    slots = tl.load(sorted_slots_ptr + positions, mask=in_block, other=0)
-    tokens = (slots // TOP_K).to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    in_block = m < tl.load(block_count_ptr + block)
+    slots = tl.load(sorted_slots_ptr + block * BLOCK_M + m, mask=in_block, other=0).to(tl.int64)
+    tokens = slots // TOP_K
 
     ROWS: tl.constexpr = 2 * I if GATED else I
     SCALES: tl.constexpr = (H + 31) // 32
@@ -146,14 +139,14 @@ def gate_up_kernel(
         if GATED:
             up += to_f32(tl.load(bias + I, mask=n < I - n0, other=0.0))[:, None]
     out = apply_gate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT, LIMIT_AFTER, UP_OFFSET, GATE_SOFTCAP, UP_SOFTCAP)
-    out_ptrs = out_ptr + positions.to(tl.int64)[:, None] * I + n0 + n[None, :]
+    out_ptrs = out_ptr + slots[:, None] * I + n0 + n[None, :]
     mask = in_block[:, None] & (n < I - n0)[None, :]
     tl.store(out_ptrs, round_to(tl.trans(out), out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def down_kernel(
-    x_ptr,  # (S, I) float, or E4M3 bytes, by sorted position
+    x_ptr,  # (S, I) float, or E4M3 bytes, by slot
     x_scale_ptr,  # (S, ceil(I/32)) E8M0 bytes, or None
     w_ptr,  # (E, H, I) E4M3 bytes
     w_scale_ptr,  # (E, H, ceil(I/32))
@@ -161,8 +154,7 @@ def down_kernel(
     out_ptr,  # (S, H) float32, by slot
     sorted_slots_ptr,
     block_expert_ptr,
-    block_start_ptr,
-    block_end_ptr,
+    block_count_ptr,
     num_blocks,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
@@ -171,22 +163,22 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``out[slot] = down[e] @ x[position]``. Grid: (num_blocks * ceil(H / BLOCK_N),)."""
+    """``out[slot] = down[e] @ x[slot]``. Grid: (num_blocks * ceil(H / BLOCK_N),)."""
     block = tl.program_id(0) % num_blocks
     n0 = tl.program_id(0) // num_blocks * BLOCK_N
     expert = tl.load(block_expert_ptr + block).to(tl.int64)
     if expert < 0:
         return
-    positions = tl.load(block_start_ptr + block) + tl.arange(0, BLOCK_M)
-    in_block = positions < tl.load(block_end_ptr + block)
-    rows = positions.to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    in_block = m < tl.load(block_count_ptr + block)
+    slots = tl.load(sorted_slots_ptr + block * BLOCK_M + m, mask=in_block, other=0).to(tl.int64)
 
     SCALES: tl.constexpr = (I + 31) // 32
     EVEN_N: tl.constexpr = H % BLOCK_N == 0
     w_row = expert * H + n0
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for k0 in range(0, I, BLOCK_K):
-        x = load_x(x_ptr, x_scale_ptr, rows, in_block, k0, I, BLOCK_M, BLOCK_K)
+        x = load_x(x_ptr, x_scale_ptr, slots, in_block, k0, I, BLOCK_M, BLOCK_K)
         w = w_ptr + w_row * I
         w_scale = w_scale_ptr + w_row * SCALES
         acc = accumulate(acc, x, w, w_scale, H - n0, k0, I, BLOCK_N, BLOCK_K, DOT, EVEN_N)
@@ -194,6 +186,5 @@ def down_kernel(
     n = tl.arange(0, BLOCK_N)
     if bias_ptr is not None:
         acc += to_f32(tl.load(bias_ptr + w_row + n, mask=n < H - n0, other=0.0))[:, None]
-    slots = tl.load(sorted_slots_ptr + positions, mask=in_block, other=0).to(tl.int64)
     out_ptrs = out_ptr + slots[:, None] * H + n0 + n[None, :]
     tl.store(out_ptrs, tl.trans(acc), mask=in_block[:, None] & (n < H - n0)[None, :])

@@ -19,10 +19,14 @@ class Launch:
     arguments: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 1
+    overlap: bool = False  # NVIDIA: may start before the previous kernel has ended, see overlap.py
 
 
 def execute(launches: Iterable[Launch], device: torch.device) -> None:
     """Run the launches in order on the current stream of ``device``. Triton launches on the *current* GPU."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for launch in launches:
-            launch.kernel[launch.grid](**launch.arguments, num_warps=launch.num_warps, num_stages=launch.num_stages)
+            options = {"launch_pdl": True} if launch.overlap else {}
+            launch.kernel[launch.grid](
+                **launch.arguments, num_warps=launch.num_warps, num_stages=launch.num_stages, **options
+            )

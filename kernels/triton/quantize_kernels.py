@@ -8,19 +8,9 @@ from moe_compile.kernels.triton.decode import to_f32
 
 
 @triton.jit
-def quantize_kernel(
-    x_ptr,  # (rows, K), any float dtype
-    values_ptr,  # (rows, K) uint8, out: E4M3
-    scales_ptr,  # (rows, ceil(K/32)) uint8, out: E8M0
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """BLOCKS blocks of 32 elements of one row. Grid: (rows, ceil(ceil(K/32) / BLOCKS))."""
-    SCALES: tl.constexpr = (K + 31) // 32
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    k = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    bits = to_f32(tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)).to(tl.int32, bitcast=True)
+def quantize_blocks(x):
+    """(blocks, 32) float32 -> (blocks, 32) E4M3 and (blocks,) E8M0 bytes, both uint8."""
+    bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     amax = tl.max(magnitude, axis=1)
     poisoned = amax >= 0x7F800000  # a NaN or an infinity
@@ -37,5 +27,23 @@ def quantize_kernel(
     subnormal = (scaled * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
     value = tl.where(scaled < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
     value = tl.where(poisoned[:, None], 0x7F, value)
-    tl.store(values_ptr + row * K + k, value.to(tl.uint8), mask=k < K)
-    tl.store(scales_ptr + row * SCALES + block, tl.where(poisoned, 255, byte).to(tl.uint8), mask=block < SCALES)
+    return value.to(tl.uint8), tl.where(poisoned, 255, byte).to(tl.uint8)
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr,  # (rows, K), any float dtype
+    values_ptr,  # (rows, K) uint8, out: E4M3
+    scales_ptr,  # (rows, ceil(K/32)) uint8, out: E8M0
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """BLOCKS blocks of 32 elements of one row. Grid: (rows, ceil(ceil(K/32) / BLOCKS))."""
+    SCALES: tl.constexpr = (K + 31) // 32
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    k = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = to_f32(tl.load(x_ptr + row * K + k, mask=k < K, other=0.0))
+    value, byte = quantize_blocks(x)
+    tl.store(values_ptr + row * K + k, value, mask=k < K)
+    tl.store(scales_ptr + row * SCALES + block, byte, mask=block < SCALES)

@@ -10,40 +10,72 @@ import torch
 from moe_compile.kernels.triton import routing_kernels
 from moe_compile.kernels.triton.launch import Launch
 
-CHUNK = 128  # slots per program: a (128, 128) comparison finds each slot's rank among equals
+CHUNK = 64  # slots per program: a (64, 64) comparison finds each slot's rank among equals
 SCAN_BLOCK = 1024
+MAX_SLOTS_OF_ONE_LAUNCH = 4096
 
 
 @dataclass(frozen=True)
-class SortedSlots:
-    """Slots (``t * K + k``) ordered by local expert, cut into blocks of ``block_m`` that share an expert.
+class Blocks:
+    """B blocks of at most ``block_m`` slots that share an expert.
 
     | tensor | shape, int32 | meaning |
     |---|---|---|
-    | slots | (S,) | slots by expert, in rising order within one; only those that have an expert, then anything |
-    | block_expert | (B,) | local expert of each block, -1 for an unused block |
-    | block_start | (B,) | first position of each block in ``slots`` |
-    | block_end | (B,) | where the positions of the block's expert end; the block may end before |
+    | slots | (B, block_m) | slots of each block, rising within an expert; behind the block's count, anything |
+    | expert | (B,) | local expert of each block, -1 for an unused block |
+    | count | (B,) | how many slots the block has |
     """
 
     slots: torch.Tensor
-    block_expert: torch.Tensor
-    block_start: torch.Tensor
-    block_end: torch.Tensor
-    block_m: int
+    expert: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def empty(cls, number: int, block_m: int, device: torch.device) -> Blocks:
+        return cls(
+            *(torch.empty(size, dtype=torch.int32, device=device) for size in ((number, block_m), number, number))
+        )
 
     @property
-    def num_blocks(self) -> int:
-        return self.block_expert.shape[0]
+    def number(self) -> int:
+        return self.slots.shape[0]
+
+    @property
+    def block_m(self) -> int:
+        return self.slots.shape[1]
 
     def arguments(self) -> dict[str, Any]:
         """As the grouped GEMM kernels take them."""
         return {
             "sorted_slots_ptr": self.slots,
-            "block_expert_ptr": self.block_expert,
-            "block_start_ptr": self.block_start,
-            "block_end_ptr": self.block_end,
-            "num_blocks": self.num_blocks,
+            "block_expert_ptr": self.expert,
+            "block_count_ptr": self.count,
+            "num_blocks": self.number,
+            "BLOCK_M": self.block_m,
+        }
+
+
+@dataclass(frozen=True)
+class SortedSlots:
+    """Slots (``t * K + k``) by local expert, in blocks.
+
+    With ``tails``, what is left of an expert behind whole blocks goes there if it fits into one. So a second, smaller
+    tile serves the many experts that have a few slots more than a block.
+    """
+
+    blocks: Blocks
+    tails: Blocks | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As the kernels that fill the tables take them."""
+        tails = self.tails
+        return {
+            **self.blocks.arguments(),
+            "tail_slots_ptr": None if tails is None else tails.slots,
+            "tail_expert_ptr": None if tails is None else tails.expert,
+            "tail_count_ptr": None if tails is None else tails.count,
+            "num_tails": 0 if tails is None else tails.number,
+            "TAIL_M": 0 if tails is None else tails.block_m,
         }
 
 
@@ -55,29 +87,53 @@ def max_blocks(num_slots: int, num_experts: int, block_m: int) -> int:
     return (num_slots + min(num_slots, num_experts) * (block_m - 1)) // block_m
 
 
+def empty_tables(topk_ids: torch.Tensor, num_experts: int, block_m: int, tail_m: int = 0) -> SortedSlots:
+    """Memory for the tables of topk_ids (T, K); without tails if tail_m is 0."""
+    num_slots, device = topk_ids.numel(), topk_ids.device
+    blocks = Blocks.empty(max_blocks(num_slots, num_experts, block_m), block_m, device)
+    return SortedSlots(blocks, Blocks.empty(min(num_slots, num_experts), tail_m, device) if tail_m else None)
+
+
+def sort_arguments(
+    tables: SortedSlots, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int
+) -> tuple[int, dict[str, Any]]:
+    """How many programs of ``sort_chunk`` fill the tables, and their arguments. Up to MAX_SLOTS_OF_ONE_LAUNCH slots."""
+    num_slots = topk_ids.numel()
+    padded = next((size for size in (64, 256, 1024) if num_slots <= size), MAX_SLOTS_OF_ONE_LAUNCH)
+    if tables.tails is not None:
+        padded = max(padded, 256)  # not by sort_few
+    programs = 1 if padded <= CHUNK else _programs(tables, num_slots)
+    return programs, {
+        **_ids(topk_ids, expert_map, num_experts),
+        **tables.arguments(),
+        "num_slots": num_slots,
+        "CHUNK": CHUNK,
+        "S_PAD": padded,
+    }
+
+
 def sort_slots(
-    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int, block_m: int
+    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int, block_m: int, tail_m: int = 0
 ) -> tuple[SortedSlots, list[Launch]]:
     """Allocate the tables and describe the kernels that fill them. topk_ids (T, K) is contiguous and not empty."""
+    tables = empty_tables(topk_ids, num_experts, block_m, tail_m)
+    if topk_ids.numel() <= MAX_SLOTS_OF_ONE_LAUNCH:
+        programs, arguments = sort_arguments(tables, topk_ids, expert_map, num_experts)
+        return tables, [Launch(routing_kernels.sort_kernel, (programs,), arguments)]
+    return tables, sort_many_slots(tables, topk_ids, expert_map, num_experts)
+
+
+def sort_many_slots(
+    tables: SortedSlots, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int
+) -> list[Launch]:
+    """Any number of slots: count, prefix sums, placement."""
     num_slots = topk_ids.numel()
     num_chunks = -(-num_slots // CHUNK)
-    num_blocks = max_blocks(num_slots, num_experts, block_m)
-
-    def table(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=topk_ids.device)
-
-    result = SortedSlots(table(num_slots), table(num_blocks), table(num_blocks), table(num_blocks), block_m)
-    counts, totals = table(num_experts, num_chunks), table(num_experts)
-    ids = {
-        "ids_ptr": topk_ids,
-        "expert_map_ptr": expert_map,
-        "NUM_EXPERTS": num_experts,
-        "NUM_IDS": num_experts if expert_map is None else expert_map.shape[0],
-    }
-    padded = max(16, 1 << (num_experts - 1).bit_length())
-    shape = {"num_slots": num_slots, "num_chunks": num_chunks, "E_PAD": padded, "CHUNK": CHUNK}
-    return result, [
-        Launch(routing_kernels.count_kernel, (num_chunks,), {**ids, **shape, "counts_ptr": counts}),
+    counts = torch.empty((num_experts, num_chunks), dtype=torch.int32, device=topk_ids.device)
+    totals = torch.empty((num_experts,), dtype=torch.int32, device=topk_ids.device)
+    ids = {**_ids(topk_ids, expert_map, num_experts), "num_slots": num_slots, "num_chunks": num_chunks, "CHUNK": CHUNK}
+    return [
+        Launch(routing_kernels.count_kernel, (num_chunks,), {**ids, "counts_ptr": counts}),
         Launch(
             routing_kernels.scan_kernel,
             (num_experts,),
@@ -85,7 +141,23 @@ def sort_slots(
         ),
         Launch(
             routing_kernels.place_kernel,
-            (max(num_chunks, -(-num_blocks // CHUNK)),),
-            {**ids, **shape, **result.arguments(), "counts_ptr": counts, "totals_ptr": totals, "BLOCK_M": block_m},
+            (_programs(tables, num_slots),),
+            {**ids, **tables.arguments(), "counts_ptr": counts, "totals_ptr": totals},
         ),
     ]
+
+
+def _programs(tables: SortedSlots, num_slots: int) -> int:
+    """Each places CHUNK slots and writes CHUNK entries of every table of blocks."""
+    sizes = [num_slots, tables.blocks.number, 0 if tables.tails is None else tables.tails.number]
+    return -(-max(sizes) // CHUNK)
+
+
+def _ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int) -> dict[str, Any]:
+    return {
+        "ids_ptr": topk_ids,
+        "expert_map_ptr": expert_map,
+        "NUM_EXPERTS": num_experts,
+        "NUM_IDS": num_experts if expert_map is None else expert_map.shape[0],
+        "E_PAD": max(16, 1 << (num_experts - 1).bit_length()),
+    }

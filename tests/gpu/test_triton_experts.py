@@ -88,7 +88,11 @@ def test_tokens(num_tokens: int, dtype: torch.dtype, activations: str) -> None:
         pytest.param(300, 2, 2, 33, 31, id="m128, short last blocks"),
         pytest.param(70, 1, 1, 288, 160, id="one expert"),
         pytest.param(130, 10, 256, 96, 160, id="m16, k10 of 256"),
-        pytest.param(2048, 4, 8, 320, 224, id="m128, many blocks an expert"),
+        pytest.param(2048, 4, 8, 320, 224, id="m128 and tails, three launches to sort"),
+        pytest.param(1000, 4, 8, 640, 256, id="m128 and tails"),
+        pytest.param(200, 2, 6, 384, 256, id="m64 and tails"),
+        pytest.param(500, 4, 64, 512, 256, id="m64"),
+        pytest.param(300, 4, 64, 512, 256, id="m32"),
     ],
 )
 def test_sizes(
@@ -161,6 +165,41 @@ def test_decoding_and_quantising_are_exact() -> None:
             expected_values, expected_scales = mxfp8.quantize(x)
             assert torch.equal(scales.cpu(), expected_scales)
             assert torch.equal(values.cpu(), expected_values.view(torch.uint8))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs E4M3 conversions (sm_89)"
+)
+@pytest.mark.parametrize("num_tokens", [3, 40, 520, 1100])
+def test_the_hardware_conversion_equals_the_portable_one(num_tokens: int) -> None:
+    """Bit for bit, with every element byte (NaN too) and scales far apart."""
+    from moe_compile.kernels.triton.experts import plan
+    from moe_compile.kernels.triton.launch import execute
+    from moe_compile.target import Target
+
+    block = random_block(num_tokens, 4, 8, 512, 256, device="cuda")
+    packed = block.packed
+    every = torch.arange(256, device="cuda").to(torch.uint8)
+    packed.gate_up.view(torch.uint8)[2, 1::2] = torch.where(every & 0x7F == 0x7F, 0, every).repeat(2)
+    packed.down.view(torch.uint8)[2, 1::2] = every
+    for scales in (packed.gate_up_scale, packed.down_scale):
+        scales[3, :, 0] = 0
+        scales[3, ::2, 1] += 15
+    packed.down_scale[3, 5, 1] = 255
+    arguments = (block.hidden_states, block.topk_ids, block.topk_weights, block.packed, block.gate)
+    results = []
+    for hardware in (True, False):
+        out, launches = plan(*arguments, Target.of(block.hidden_states.device).arch)
+        assert [x.arguments["HARDWARE"] for x in launches if "HARDWARE" in x.arguments][:2] == [True, True]
+        forced = [
+            replace(x, arguments={**x.arguments, "HARDWARE": hardware}) if "HARDWARE" in x.arguments else x
+            for x in launches
+        ]
+        execute(forced, block.hidden_states.device)
+        results.append(out)
+    assert results[0].isnan().any()
+    assert not results[0].isnan().all()
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("activations", ["bf16", "mxfp8"])

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from moe_compile.kernels.triton import quantize_kernels
-from moe_compile.kernels.triton.decode import decode_columns, decode_rows, round_to
+from moe_compile.kernels.triton.decode import decode_columns, decode_rows, e4m3_to_f16, relative_scales, round_to
 from moe_compile.kernels.triton.gate import apply_gate, gate_constants
 from moe_compile.kernels.triton.launch import Launch, execute
 from moe_compile.spec import GateFunction
@@ -33,6 +33,24 @@ def decode_everything(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     arguments = {"f32_ptr": f32, "bf16_ptr": bf16, "columns_ptr": columns}
     execute([Launch(decode_kernel, (256,), arguments)], f32.device)
     return f32, bf16, columns
+
+
+@triton.jit
+def half_kernel(f16_ptr, scale_ptr):
+    """All 256 elements; and row b of the scales: byte b relative to all bases."""
+    byte = tl.program_id(0)
+    element = tl.arange(0, 256)
+    tl.store(f16_ptr + element, e4m3_to_f16(element.to(tl.uint8), False))
+    scale = relative_scales(tl.full((1, 256), byte, tl.uint8), (22 - element)[None, :], False)
+    tl.store(scale_ptr + byte * 256 + element[None, :], scale)
+
+
+def decode_half(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(256,) elements and (256 bytes, 256 bases) scales relative to a base, both float16."""
+    f16 = torch.empty(256, dtype=torch.float16, device=device)
+    scale = torch.empty((256, 256), dtype=torch.float16, device=device)
+    execute([Launch(half_kernel, (256,), {"f16_ptr": f16, "scale_ptr": scale})], f16.device)
+    return f16, scale
 
 
 def every_element_and_scale(device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 ARCHS = [pytest.param(arch, marks=pytest.mark.gfx950) if arch == "gfx950" else arch for arch in SHARED_MEMORY]
 M3_TP4, M2 = (6144, 768, 128, 4), (3072, 1536, 256, 8)  # H, I, E, K
-PROJECTIONS = {"gate_up_kernel", "down_kernel", "gate_up_slot_kernel", "down_slot_kernel"}
+PROJECTIONS = {"half_gemm_kernel", "gate_up_kernel", "down_kernel", "gate_up_slot_kernel", "down_slot_kernel"}
 
 
 def meta_launches(
@@ -62,52 +62,61 @@ def meta_launches(
     return launches
 
 
-def assert_fits(launch: Launch, arch: str) -> None:
+def assert_fits(launch: Launch, arch: str, scratch: int = 0) -> None:
     compiled = compile_launch(launch, arch)
     assert compiled.shared <= SHARED_MEMORY[arch], f"{compiled.name} on {arch}: {compiled.shared} bytes"
-    assert compiled.scratch == 0, f"{compiled.name} on {arch} spills {compiled.scratch} bytes a thread"
+    assert compiled.scratch <= scratch, f"{compiled.name} on {arch} spills {compiled.scratch} bytes a thread"
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_of_a_call(arch: str) -> None:
-    sorted_call = meta_launches(arch, 300, M3_TP4, quantized=True, expert_map=True, bias=True)
-    names = [launch.kernel.__name__ for launch in sorted_call]
-    assert names == [
-        "count_kernel",
-        "scan_kernel",
-        "place_kernel",
-        "quantize_kernel",
-        "gate_up_kernel",
-        "quantize_kernel",
-        "down_kernel",
-        "reduce_kernel",
+    def names(launches: list[Launch]) -> list[str]:
+        return [launch.kernel.__name__.removesuffix("_kernel") for launch in launches]
+
+    five = ["prepare", "half_gemm", "activate", "half_gemm", "sum"]
+    unsorted = meta_launches(arch, 1, M3_TP4)
+    few = meta_launches(arch, 16, M3_TP4, quantized=True, expert_map=True, bias=True)
+    some = meta_launches(arch, 64, M2)
+    many = meta_launches(arch, 4096, M2)
+    assert names(unsorted) == names(few) == names(some) == five
+    assert names(many) == [
+        *("count", "scan", "place", "prepare"),
+        *("half_gemm", "half_gemm", "activate", "half_gemm", "half_gemm", "sum"),
     ]
-    unsorted_call = meta_launches(arch, 1, M3_TP4)
-    assert [launch.kernel.__name__ for launch in unsorted_call] == ["gate_up_slot_kernel", "down_slot_kernel"]
-    with_256_experts = [x for x in meta_launches(arch, 300, M2) if x.kernel.__module__.endswith("routing_kernels")]
-    assert len(with_256_experts) == 3
-    for launch in (*sorted_call, *unsorted_call, *with_256_experts):
+    for launch in (*unsorted, *few, *some, *(x for x in many if x.kernel.__name__ not in PROJECTIONS)):
+        assert_fits(launch, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx950", marks=pytest.mark.gfx950)])
+def test_every_kernel_of_a_float32_call(arch: str) -> None:
+    by_slot = meta_launches(arch, 1, M3_TP4, torch.float32)
+    by_expert = meta_launches(arch, 300, M3_TP4, torch.float32, quantized=True, expert_map=True, bias=True)
+    assert [launch.kernel.__name__ for launch in by_slot] == ["gate_up_slot_kernel", "down_slot_kernel"]
+    assert [launch.kernel.__name__ for launch in by_expert] == [
+        *("sort_kernel", "quantize_kernel", "gate_up_kernel", "quantize_kernel", "down_kernel", "reduce_kernel")
+    ]
+    for launch in (*by_slot, *by_expert):
         assert_fits(launch, arch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    ("num_tokens", "dtype", "model", "quantized"),
+    ("num_tokens", "dtype", "model"),
     [
-        pytest.param(64, torch.bfloat16, M3_TP4, False, id="bf16-m16"),
-        pytest.param(1600, torch.bfloat16, M2, False, id="bf16-m64"),
-        pytest.param(4096, torch.bfloat16, M3_TP4, False, id="bf16-m128"),
-        pytest.param(4096, torch.bfloat16, M3_TP4, True, id="mxfp8-m32"),
-        pytest.param(4096, torch.float16, M3_TP4, False, id="fp16-m64"),
-        pytest.param(4096, torch.float32, M3_TP4, False, id="fp32-m32"),
+        pytest.param(64, torch.bfloat16, M3_TP4, id="m16"),
+        pytest.param(512, torch.bfloat16, M3_TP4, id="m32"),
+        pytest.param(1024, torch.bfloat16, M2, id="m64"),
+        pytest.param(4096, torch.bfloat16, M3_TP4, id="m128 and tails"),
+        pytest.param(4096, torch.float32, M3_TP4, id="fp32-m32"),
     ],
 )
-def test_projections(
-    num_tokens: int, dtype: torch.dtype, model: tuple[int, int, int, int], quantized: bool, arch: str
-) -> None:
-    for launch in meta_launches(arch, num_tokens, model, dtype, quantized=quantized):
+def test_projections(num_tokens: int, dtype: torch.dtype, model: tuple[int, int, int, int], arch: str) -> None:
+    for launch in meta_launches(arch, num_tokens, model, dtype):
         if launch.kernel.__name__ in PROJECTIONS:
-            assert_fits(launch, arch)
+            # On sm_90 the pointers of the result of a tile of 128 slots spill, behind the loop. With twice the warps
+            # they do not, and the kernel takes 1.45 times as long on an H200.
+            allowed = 96 if arch == "sm_90" and launch.arguments["BLOCK_M"] == 128 else 0
+            assert_fits(launch, arch, allowed)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx950", marks=pytest.mark.gfx950)])
@@ -115,12 +124,11 @@ def test_projections(
 def test_ragged_sizes_and_other_gates(name: str, arch: str) -> None:
     for num_tokens in (4, 40):
         for launch in meta_launches(arch, num_tokens, (100, 40, 3, 3), gate=GATES[name], bias=True):
-            if launch.kernel.__name__ in PROJECTIONS:
-                assert_fits(launch, arch)
+            assert_fits(launch, arch)
 
 
 def test_scratch_sees_a_spill() -> None:
-    """The check is not blind: tiles twice as large in two directions do spill on sm_90."""
-    launch = next(x for x in meta_launches("sm_90", 1600, M2) if x.kernel.__name__ == "gate_up_kernel")
-    large = replace(launch, arguments={**launch.arguments, "BLOCK_M": 128, "BLOCK_K": 128})
+    """The check is not blind: a tile four times as large does spill on sm_90."""
+    launch = next(x for x in meta_launches("sm_90", 1024, M2) if x.kernel.__name__ == "half_gemm_kernel")
+    large = replace(launch, arguments={**launch.arguments, "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64})
     assert compile_launch(large, "sm_90").scratch > 0

@@ -8,30 +8,47 @@ from moe_compile.kernels.triton import routing
 from moe_compile.kernels.triton.launch import execute
 
 
-def check_sorted(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int, block_m: int) -> None:
+def check_sorted(
+    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int, block_m: int, tail_m: int = 0
+) -> None:
     """The tables against a stable sort, block by block."""
     local = topk_ids.flatten().long()
     if expert_map is not None:
         known = (local >= 0) & (local < len(expert_map))
         local = torch.where(known, expert_map[local.clamp(0, len(expert_map) - 1)], -1)
-    valid = (local >= 0) & (local < num_experts)
-    order, launches = routing.sort_slots(topk_ids, expert_map, num_experts, block_m)
-    for table in (order.slots, order.block_expert, order.block_start, order.block_end):
-        table.fill_(-12345)
+    tables, launches = routing.sort_slots(topk_ids, expert_map, num_experts, block_m, tail_m)
+    for part in filter(None, (tables.blocks, tables.tails)):
+        for table in (part.slots, part.expert, part.count):
+            table.fill_(-12345)
     execute(launches, topk_ids.device)
 
-    expected = [slot for e in range(num_experts) for slot in (local == e).nonzero().flatten().tolist()]
-    assert order.slots[: len(expected)].tolist() == expected
-    assert (order.slots[len(expected) :] == -12345).all()
-    assert len(expected) == valid.sum()
-    position, blocks = 0, []
+    blocks, tails = [], []
     for e in range(num_experts):
-        end = position + int((local == e).sum())
-        blocks += [(e, start, end) for start in range(position, end, block_m)]
-        position = end
-    table = torch.stack([order.block_expert, order.block_start, order.block_end], dim=1)
-    assert [tuple(row) for row in table[: len(blocks)].tolist()] == blocks
-    assert (order.block_expert[len(blocks) :] == -1).all()
+        slots = (local == e).nonzero().flatten().tolist()
+        rest = len(slots) % block_m
+        if rest <= tail_m:
+            tails += [(e, slots[len(slots) - rest :])] if rest else []
+            slots = slots[: len(slots) - rest]
+        blocks += [(e, slots[first : first + block_m]) for first in range(0, len(slots), block_m)]
+    check_blocks(tables.blocks, blocks)
+    if tables.tails is not None:
+        check_blocks(tables.tails, tails)
+
+
+def check_blocks(actual: routing.Blocks, expected: list[tuple[int, list[int]]]) -> None:
+    count = len(expected)
+    assert actual.expert.tolist() == [e for e, _ in expected] + [-1] * (actual.number - count)
+    assert actual.count.tolist() == [len(slots) for _, slots in expected] + [0] * (actual.number - count)
+    for row, (_, slots) in zip(actual.slots.tolist(), expected, strict=False):
+        assert row[: len(slots)] == slots
+        assert row[len(slots) :] == [-12345] * (actual.block_m - len(slots))
+    assert (actual.slots[count:] == -12345).all()
+
+
+@pytest.fixture(params=["one launch", "three launches"], autouse=True)
+def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "three launches":
+        monkeypatch.setattr(routing, "MAX_SLOTS_OF_ONE_LAUNCH", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -48,6 +65,15 @@ def check_sorted(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_ex
 def test_tables(tokens: int, top_k: int, num_experts: int, block_m: int, dtype: torch.dtype) -> None:
     ids = random_ids(tokens, top_k, num_experts, torch.Generator().manual_seed(1))
     check_sorted(ids.to(dtype), None, num_experts, block_m)
+
+
+@pytest.mark.parametrize(("block_m", "tail_m"), [(32, 16), (64, 32), (16, 0)])
+def test_tails(block_m: int, tail_m: int) -> None:
+    """Experts with nothing, a tail alone, whole blocks alone, both, and too long a rest."""
+    counts = [0, 1, block_m, block_m + tail_m, 0, block_m + tail_m + 1, 2 * block_m + 1, block_m - 1]
+    ids = torch.cat([torch.full((count,), expert) for expert, count in enumerate(counts)])
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+    check_sorted(ids[order][:, None].contiguous(), None, len(counts), block_m, tail_m)
 
 
 def test_ids_without_an_expert_are_left_out() -> None:
