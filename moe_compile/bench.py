@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import io
 import statistics
 from collections.abc import Callable, Sequence
@@ -159,7 +160,7 @@ def measure_ceilings() -> Ceilings:
 
 def graph_seconds(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> float:
     """Median seconds of one of ``calls``, captured one after the other in a single graph."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -171,9 +172,9 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) ->
         kept = [call() for call in calls]
     for _ in range(3):
         graph.replay()
-    seconds = []
+    seconds: list[float] = []
     for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
@@ -203,7 +204,7 @@ def make_inputs(shape: Shape, tokens: int, seed: int) -> Inputs:
 
 def cost(shape: Shape, inputs: Inputs) -> tuple[int, int]:
     """``(bytes, FLOPs)`` that a call cannot avoid."""
-    hit = int(inputs.topk_ids.unique().numel())
+    hit = len(set(inputs.topk_ids.flatten().tolist()))
     tokens = inputs.hidden_states.shape[0]
     weights = hit * shape.weight_count * 33 // 32
     activations = 2 * inputs.hidden_states.numel() * inputs.hidden_states.element_size()
@@ -301,7 +302,7 @@ def run_bench(
             for name, call in calls.items():
                 if name == "hf-batched_mm" and tokens > BATCHED_MM_LIMIT:
                     continue
-                seconds = graph_seconds([lambda call=call, s=s: call(s) for s in sets])
+                seconds = graph_seconds([functools.partial(call, inputs) for inputs in sets])
                 found.append(Measurement(shape.name, tokens, name, seconds, floor, nbytes, flops))
                 step(found[-1])
     return ceilings, found

@@ -93,7 +93,7 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
                 failures.append(Failure(node, tuple(node.all_input_nodes), matcher.FORM, problem, False))
                 continue
             gemms[gemm.node] = gemm
-    results: dict[Node, MoEMatch | NearMiss] = {}
+    matches: dict[Node, MoEMatch] = {}
     used: set[Node] = set()
     for gemm in gemms.values():
         try:
@@ -101,16 +101,17 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
         except Unproven as problem:
             failures.append(Failure(gemm.node, (gemm.x,), gemm.form, problem, True))
             continue
-        results[match.root] = match
+        matches[match.root] = match
         used |= match.interior
     order = {node: i for i, node in enumerate(graph.nodes)}
     failures = sorted((f for f in failures if f.node not in used), key=lambda f: order[f.node])
     known = {source for failure in failures for source in weights_behind(failure.node)}
-    for match in results.values():
-        assert isinstance(match, MoEMatch)
-        known |= {match.gate_up_proj, match.down_proj}
-    results.update(near_misses(failures, provenance))
-    results.update(unrecognised(graph, static_inputs, known))
+    known |= {weight for match in matches.values() for weight in (match.gate_up_proj, match.down_proj)}
+    results: dict[Node, MoEMatch | NearMiss] = {
+        **matches,
+        **near_misses(failures, provenance),
+        **unrecognised(graph, static_inputs, known),
+    }
     return [results[node] for node in sorted(results, key=order.__getitem__)]
 
 

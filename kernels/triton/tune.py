@@ -127,7 +127,8 @@ def block_configs(shape: Shape, tokens: int, arch: str, block_ms: Sequence[int])
     for block_m in block_ms or [rule.block_m or 16]:
         for name, k in zip(PROJECTIONS, (shape.hidden_size, shape.intermediate_size), strict=True):
             for tiles in candidates(block_m, tokens, k):
-                yield name, replace(rule, block_m=block_m, **{name: tiles})
+                changed = replace(rule, block_m=block_m)
+                yield name, replace(changed, gate_up=tiles) if name == "gate_up" else replace(changed, down=tiles)
 
 
 def _launches(shape: Shape, tokens: int, packed: PackedExperts, arch: str, config: Config, seed: int) -> list[Launch]:
@@ -193,8 +194,8 @@ def main() -> None:
     results: dict[str, list[tuple[float, str]]] = {}
     device = torch.device("cuda")
     for number, (shape, tokens, _, name, config) in enumerate(jobs):
-        if shape != of:
-            packed = None
+        if packed is None or shape != of:
+            packed = None  # two at once may not fit
             packed, of = random_packed(shape), shape
         if str(config) in failed:
             continue

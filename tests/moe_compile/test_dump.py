@@ -234,8 +234,8 @@ class TestCompiling:
         compile_and_run(Branches(), dump_dir=tmp_path, inductor=inductor)
         graph = tmp_path / "rank0" / "graph0"
         # Inductor's pass runs on each branch, then on the whole.
-        befores = {"aten_before.py", "aten1_before.py", "aten2_before.py"} if inductor else {"aten_before.py"}
-        assert {path.name for path in graph.glob("aten*_before.py")} == befores
+        expected_files = {"aten_before.py", "aten1_before.py", "aten2_before.py"} if inductor else {"aten_before.py"}
+        assert {path.name for path in graph.glob("aten*_before.py")} == expected_files
         done = run_file(graph / ("aten2_before.py" if inductor else "aten_before.py"))
         assert done.returncode == 0, done.stderr
         assert "recorded output 0.0e+00" in done.stdout

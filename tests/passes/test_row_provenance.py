@@ -1,4 +1,4 @@
-"""Routing as index functions: what each operator means, and which look-alikes mean something else."""
+"""Routing as index functions: what each operator means, and which similar ones mean something else."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_inverses_of_a_permutation(inverse: Callable[[Tensor], Tensor]) -> None:
     assert isinstance(element(lambda ids: inverse(inverse(torch.argsort(ids)))), Perm)
 
 
-LOOK_ALIKES: dict[str, Callable[[Tensor], Tensor]] = {
+SIMILAR: dict[str, Callable[[Tensor], Tensor]] = {
     "descending": lambda ids: torch.sort(ids, descending=True)[1],
     "descending, stable": lambda ids: torch.sort(ids, descending=True, stable=True)[1],
     "argsort, descending": lambda ids: torch.argsort(ids, descending=True),
@@ -141,9 +141,9 @@ LOOK_ALIKES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOK_ALIKES)
+@pytest.mark.parametrize("name", SIMILAR)
 def test_look_alikes_are_not_followed(name: str) -> None:
-    node = traced(LOOK_ALIKES[name])[1]
+    node = traced(SIMILAR[name])[1]
     while node.target in (aten.squeeze.default, aten.clone.default, aten.detach.default, aten._unsafe_view.default):
         node = node.all_input_nodes[0]
     assert RowProvenance().element(node) == Load(node, ROW)
