@@ -142,7 +142,7 @@ SIMILAR: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SIMILAR)
-def test_look_alikes_are_not_followed(name: str) -> None:
+def test_similar_ones_are_not_followed(name: str) -> None:
     node = traced(SIMILAR[name])[1]
     while node.target in (aten.squeeze.default, aten.clone.default, aten.detach.default, aten._unsafe_view.default):
         node = node.all_input_nodes[0]
