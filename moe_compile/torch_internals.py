@@ -11,7 +11,7 @@ import inspect
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, cast
 
@@ -108,10 +108,16 @@ def mode_patches(mode: str | None, dynamic: bool | None = None) -> dict[str, Any
     return dict(list_mode_options(mode, dynamic)) if mode else {}
 
 
-def unknown_config_names(names: Iterable[str]) -> list[str]:
-    """Those that are no Inductor config."""
-    known = inductor_config.get_config_copy()
-    return [name for name in names if name not in known]
+def unknown_config_names(patches: Mapping[str, Any]) -> list[str]:
+    """Those names that are no Inductor config. Aliases are in no listing of configs, so patching itself is asked."""
+    unknown = []
+    for name, value in patches.items():
+        try:
+            with inductor_config.patch({name: value}):
+                pass
+        except AttributeError:
+            unknown.append(name)
+    return unknown
 
 
 def config_names() -> list[str]:

@@ -175,3 +175,12 @@ class TestCacheKey:
 def test_options_that_are_no_dict() -> None:
     with pytest.raises(OptionError, match="options='triton' is not a dict. Options are moe_backend, "):
         CompileOptions.parse("triton")  # type: ignore[arg-type]
+
+
+def test_inductor_config_names() -> None:
+    """Aliases of configs (force_disable_caches) and names in groups are known; what is not is told apart."""
+    from moe_compile.torch_internals import unknown_config_names
+
+    known = {"force_disable_caches": True, "max_autotune": True, "triton.cudagraphs": False}
+    assert unknown_config_names(known) == []
+    assert unknown_config_names({**known, "nope": 1, "triton.nope": 2}) == ["nope", "triton.nope"]
