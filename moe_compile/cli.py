@@ -176,6 +176,7 @@ def dump(
 
     with _reported_errors(show_traceback):
         options = _options(moe_backend, activations, inductor, strict)
+        options = replace(options, dump_dir=output)  # a wrong DIR is refused before anything is made
         console = _wide_console()
         with contextlib.redirect_stdout(sys.stderr):
             _step("building the model")
@@ -186,7 +187,7 @@ def dump(
             written = start(output)
             _step("compiling without caches, running once")
             with _model_errors(factory, show_traceback):
-                report = explain_with(replace(options, dump_dir=output), call.model, call.args, call.kwargs)
+                report = explain_with(options, call.model, call.args, call.kwargs)
             written.finish(report)
         console.print(report)
         for problem in dict.fromkeys(problem for graph in written.graphs for problem in graph.problems):
@@ -241,7 +242,9 @@ def verify(
             for line in verification.text(result):
                 typer.echo(line)
             if bisect:
-                typer.echo(f"bisect: {f'the first wrong block is {found}' if found else 'no block is wrong'}")
+                typer.echo(
+                    f"bisect: {f'the first wrong block is {found}' if found else 'no block takes the output beyond the threshold'}"
+                )
         if not result.passed or found:
             raise typer.Exit(NOT_REWRITTEN)
 

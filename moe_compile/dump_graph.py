@@ -29,7 +29,7 @@ logger = logging.getLogger("moe_compile.dump")
 TENSOR_LIMIT, TOTAL_LIMIT = 4 << 20, 256 << 20
 # Inputs above this are not made twice in memory just to record what a graph gives for them.
 RUN_LIMIT = 2 << 30
-REGISTER_OPERATORS = "import moe_compile.kernels.ops  # registers torch.ops.moe_compile"
+REGISTER_OPERATORS = "import moe_compile.block_errors, moe_compile.kernels.ops  # they register operators"
 
 
 class GraphDump:

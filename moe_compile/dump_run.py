@@ -47,9 +47,12 @@ def rebuild_inputs(specs: Sequence[InputSpec], recorded: dict[str, torch.Tensor]
 
 
 def run(graph: Callable[..., Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The tensors that the graph returns, by the name ``output0`` and so on. Random operators draw from seed 0."""
-    torch.manual_seed(0)
-    with torch.no_grad():
+    """The tensors that the graph returns, by the name ``output0`` and so on. Random operators draw from seed 0.
+
+    The generators of the process are left as they were: a dump must not change what the model draws next.
+    """
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+        torch.manual_seed(0)
         result = graph(*inputs)
     flat = result if isinstance(result, tuple | list) else [result]
     return {f"output{i}": value for i, value in enumerate(flat) if isinstance(value, torch.Tensor)}

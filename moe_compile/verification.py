@@ -30,6 +30,7 @@ class OutputError:
     relative_error: float
     kl_divergence: float
     top1_agreement: float
+    original_is_finite: bool = True
 
     @property
     def snr(self) -> float:
@@ -112,6 +113,14 @@ def bisect(
     model that is known to be right.
     """
     expected = original_output(model, args, kwargs)
+    itself = output_error(*expected, original_output(model, args, kwargs)[1])
+    if not itself.original_is_finite:
+        raise ModelFailed("the original model's own output is not finite, so there is nothing to bisect")
+    if itself.relative_error > threshold / 10:
+        raise ModelFailed(
+            f"the original model differs from itself on a second run (error {itself.relative_error:.1e}): it keeps "
+            "state between calls or is random, so its outputs cannot be bisected; have FACTORY return one that does not"
+        )
 
     def attempt(rewrites: int) -> tuple[CompileReport, bool]:
         report, actual = rewritten_output(replace(options, max_rewrites=rewrites), model, args, kwargs)
@@ -159,12 +168,17 @@ def output_error(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Out
     """Compare along the last dimension."""
     expected, actual = (value.reshape(-1, value.shape[-1]).double() for value in (expected, actual))
     norm, error = float(expected.norm()), float((actual - expected).norm())
+    finite = bool(expected.isfinite().all())
+    comparable = finite and bool(actual.isfinite().all())
     log_p, log_q = expected.log_softmax(dim=-1), actual.log_softmax(dim=-1)
+    divergence = float((log_p.exp() * (log_p - log_q)).sum(dim=-1).mean())
+    agreement = float((expected.argmax(dim=-1) == actual.argmax(dim=-1)).double().mean())
     return OutputError(
         name=name,
         relative_error=error / norm if norm else (0.0 if error == 0 else math.inf),
-        kl_divergence=max(0.0, float((log_p.exp() * (log_p - log_q)).sum(dim=-1).mean())),
-        top1_agreement=float((expected.argmax(dim=-1) == actual.argmax(dim=-1)).double().mean()),
+        kl_divergence=max(0.0, divergence) if comparable else math.nan,
+        top1_agreement=agreement if comparable else math.nan,
+        original_is_finite=finite,
     )
 
 
@@ -206,6 +220,8 @@ def text(result: Verification) -> list[str]:
         f"{out.name}: error {out.relative_error:.1e} ({out.snr:.1f} dB), KL {out.kl_divergence:.1e}, "
         f"top-1 agreement {out.top1_agreement:.1%}"
     )
+    if not out.original_is_finite:
+        lines.append("the original model's own output is not finite: blocks behind its first NaN or Inf say nothing")
     if result.failed:
         lines.append(f"first wrong block: {result.failed[0].name}")
     elif not result.blocks:

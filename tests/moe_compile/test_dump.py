@@ -391,3 +391,31 @@ def test_tiny_minimax_m3(tmp_path: Path) -> None:
 def test_a_dump_is_not_imported_without_need() -> None:
     code = "import sys, moe_compile.backend; print([m for m in ('depyf', 'moe_compile.dump') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("inductor", [True, False])
+def test_a_dump_draws_no_random_numbers(tmp_path: Path, inductor: bool) -> None:
+    drawn = []
+    for folder in (None, tmp_path / "dump"):
+        torch.compiler.reset()
+        torch.manual_seed(3)
+        compile_and_run(TwoLayers(), dump_dir=folder, inductor=inductor)
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+def test_a_dump_with_verify_runs_too(tmp_path: Path) -> None:
+    compile_and_run(TwoLayers(), dump_dir=tmp_path, inductor=False, verify=True)
+    done = run_file(tmp_path / "rank0" / "graph0" / "aten_after.py")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_empty_folder_name_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["dump", "anything.py:make", "-o", ""])
+    assert exit_.value.code == 2
+    assert "dump_dir=''" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_compile import cli, verification
 from moe_compile.block_errors import collecting, measure
+from moe_compile.errors import ModelFailed
 from moe_compile.kernels import ops
 from moe_compile.options import CompileOptions
 
@@ -160,6 +161,34 @@ class TestVerify:
         assert torch.equal(cache, torch.zeros(1))
 
 
+class TestWhatCannotBeBisected:
+    class Counting(TwoLayers):
+        """Its output depends on how often it was called."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return super().forward(x) * self.calls
+
+    def test_a_model_with_state(self) -> None:
+        with pytest.raises(ModelFailed, match="differs from itself on a second run"):
+            verification.bisect(OPTIONS, self.Counting(), (hidden_states(),), {})
+
+    def test_a_model_whose_own_output_is_not_finite(self) -> None:
+        model = TwoLayers()
+        with torch.no_grad():
+            model.layers[1].experts.down_proj.fill_(math.nan)
+        with pytest.raises(ModelFailed, match="own output is not finite"):
+            verification.bisect(OPTIONS, model, (hidden_states(),), {})
+        result = verification.verify(OPTIONS, model, (hidden_states(),), {})
+        assert not result.passed
+        assert math.isnan(result.output.top1_agreement)
+        assert any("the original model's own output is not finite" in line for line in verification.text(result))
+
+
 class TestOutputError:
     def test_by_hand(self) -> None:
         expected = torch.tensor([[0.0, math.log(3)], [1.0, 0.0]])
@@ -196,7 +225,7 @@ class TestCommand:
         assert [line for line in out.splitlines() if line.startswith("ok ")] == [f"ok    {name}" for name in NAMES]
         assert "KL " in out
         assert "top-1 agreement " in out
-        assert "bisect: no block is wrong" in out
+        assert "bisect: no block takes the output beyond the threshold" in out
         assert max(map(len, out.splitlines())) <= 80
 
     @pytest.mark.usefixtures("second_block_wrong")
