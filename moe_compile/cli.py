@@ -242,9 +242,10 @@ def verify(
             for line in verification.text(result):
                 typer.echo(line)
             if bisect:
-                typer.echo(
-                    f"bisect: {f'the first wrong block is {found}' if found else 'no block takes the output beyond the threshold'}"
+                where = (
+                    f"the first wrong block is {found}" if found else "no block takes the output beyond the threshold"
                 )
+                typer.echo(f"bisect: {where}")
         if not result.passed or found:
             raise typer.Exit(NOT_REWRITTEN)
 
