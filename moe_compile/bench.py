@@ -25,8 +25,8 @@ import torch
 
 from moe_compile import packed_weights
 from moe_compile.errors import BenchError, nearest
-from moe_compile.kernels.ops import operator
-from moe_compile.spec import GateFunction
+from moe_compile.kernels.ops import attributes, operator
+from moe_compile.spec import ExpertSpec, GateFunction
 
 ROTATING_INPUTS = 8
 REPLAYS = 20
@@ -213,8 +213,8 @@ def cost(shape: Shape, inputs: Inputs) -> tuple[int, int]:
 
 def triton_experts(shape: Shape, weights: Weights, activations: str = "auto") -> Callable[[Inputs], torch.Tensor]:
     """This package's Triton operator."""
-    gate = shape.gate
-    attributes = {"activation": gate.activation, "alpha": gate.alpha, "limit": gate.limit, "up_offset": gate.up_offset}
+    spec = ExpertSpec(shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k, gate=shape.gate)
+    keywords = attributes(spec, activations)
 
     def call(inputs: Inputs) -> torch.Tensor:
         out: torch.Tensor = operator("triton")(
@@ -223,8 +223,7 @@ def triton_experts(shape: Shape, weights: Weights, activations: str = "auto") ->
             inputs.topk_weights,
             weights.gate_up_proj,
             weights.down_proj,
-            activations=activations,
-            **attributes,
+            **keywords,
         )
         return out
 
@@ -264,7 +263,6 @@ CONTENDERS: dict[str, Callable[[Shape, Weights], Callable[[Inputs], torch.Tensor
     "hf-grouped_mm": lambda shape, weights: transformers_experts(shape, weights, "grouped_mm"),
     "hf-batched_mm": lambda shape, weights: transformers_experts(shape, weights, "batched_mm"),
 }
-DEFAULT_CONTENDERS = ("triton", "triton-a8w8", "hf-grouped_mm")
 BATCHED_MM_LIMIT = 64  # tokens: it gathers one weight matrix a slot, 151 MB each at m3
 
 
