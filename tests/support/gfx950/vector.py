@@ -34,7 +34,7 @@ from gfx950.operands import (
     typed_sources,
     vector_source,
 )
-from gfx950.vector_table import VALU
+from gfx950.vector_table import OPERATIONS
 from gfx950.wave import VCC, Builder, EmuError, Execute, Wave
 
 _VECTOR_BUILDERS: dict[str, Builder] = {}  # operations that do not fit the table above
@@ -52,11 +52,11 @@ def _vector_op(*names: str) -> Callable[[Builder], Builder]:
 
 def build_vector(inst: Any, name: str) -> Execute:
     """VOP1, VOP2 and VOP3 instructions without SDWA or DPP."""
-    if name not in VALU:
+    if name not in OPERATIONS:
         if name not in _VECTOR_BUILDERS:
             raise EmuError(f"vector op {name}")
         return _VECTOR_BUILDERS[name](inst, name)
-    kind, source_kinds, function = VALU[name]
+    kind, source_kinds, function = OPERATIONS[name]
     write = result_writer(inst, kind, field(inst, "vdst"))
     sources = typed_sources(inst, source_kinds)
     if len(sources) == 1:

@@ -8,7 +8,7 @@ import numpy as np
 from gfx950.formats import F32, I32, LANES, MASK32, U16, U32, lanes_to_mask, mask_to_lanes
 from gfx950.operands import TYPES, field, vector_source
 from gfx950.vector_flags import parse_compare
-from gfx950.vector_table import VALU
+from gfx950.vector_table import OPERATIONS
 from gfx950.wave import VCC, VGPR0, EmuError, Execute, VectorSource, Wave
 
 
@@ -58,7 +58,7 @@ def build_sdwa(inst: Any, name: str) -> Execute:
     if field(inst, "clmp") or field(inst, "omod"):
         raise EmuError("SDWA clamp/omod")
     is_select = name == "V_CNDMASK_B32"
-    kinds, function = ("uu", None) if is_select else VALU[name][1:]
+    kinds, function = ("uu", None) if is_select else OPERATIONS[name][1:]
     sources = [_sdwa_source(inst, i, kind) for i, kind in enumerate(kinds)]
     reg, select, unused = field(inst, "vdst"), field(inst, "dst_sel"), field(inst, "dst_unused")
 
@@ -113,9 +113,9 @@ def dpp_lanes(control: int) -> tuple[np.ndarray, np.ndarray]:
 
 def build_dpp(inst: Any, name: str) -> Execute:
     """DPP16 forms of the table's operations."""
-    if name not in VALU:
+    if name not in OPERATIONS:
         raise EmuError(f"DPP {name}")
-    kind, kinds, function = VALU[name]
+    kind, kinds, function = OPERATIONS[name]
     if not set(kind + kinds) <= set("uif"):
         raise EmuError(f"DPP {name}")
     source_lane, exists = dpp_lanes(field(inst, "dpp"))

@@ -105,7 +105,7 @@ def _div_fixup(quotient: np.ndarray, denominator: np.ndarray, numerator: np.ndar
 
 
 # name: (type of the result, types of the sources, function)
-VALU: dict[str, tuple[str, str, Callable[..., np.ndarray]]] = {
+OPERATIONS: dict[str, tuple[str, str, Callable[..., np.ndarray]]] = {
     # 32-bit integers
     "V_MOV_B32": ("u", "u", lambda a: a),
     "V_MOV_B64": ("U", "U", lambda a: a),
