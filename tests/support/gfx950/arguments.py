@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from gfx950.buffers import DeviceBuffer, address_of
 from gfx950.code_object import KernelDescriptor
 from gfx950.formats import MASK32

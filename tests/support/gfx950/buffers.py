@@ -6,6 +6,7 @@ import ctypes
 import mmap
 
 import numpy as np
+
 from gfx950.code_object import PAGE
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from gfx950.formats import I64, LANES, MASK32, MASK64, U32, U64, sign_extend
 from gfx950.operands import field
 from gfx950.vector_memory import from_registers, to_registers, write_lanes

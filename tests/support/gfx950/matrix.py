@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import numpy as np
+
 from gfx950.formats import BF6, BF8, E8M0, F16, F32, F64, FP4, FP6, FP8, LANES, U8, U16, U32, all_lanes
 from gfx950.operands import field, register_number, scalar_source, vector_source
 from gfx950.wave import VGPR0, EmuError, Execute, VectorSource, Wave

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from gfx950.formats import F16, F32, F64, I32, I64, MASK32, MASK64, U16, U32, U64, merge_half
 from gfx950.wave import EXEC, VCC, VGPR0, EmuError, ScalarSource, VectorSource, Wave
 

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import numpy as np
+
 from gfx950.formats import F32, U32, fma32
 from gfx950.matrix import build_mfma
 from gfx950.operands import field, register_number, vector_source

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from gfx950.formats import F16, F32, MASK32, MASK64, U8, U16, U32, U64, bf16_bits, merge_half, sign_extend, signed32
 from gfx950.operands import field, scalar_source
 from gfx950.wave import M0, EmuError, Execute, Wave

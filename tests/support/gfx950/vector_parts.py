@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from gfx950.formats import F32, I32, LANES, MASK32, U16, U32, lanes_to_mask, mask_to_lanes
 from gfx950.operands import TYPES, field, vector_source
 from gfx950.vector_flags import parse_compare

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from gfx950.formats import F16, F32, F64, I16, I32, I64, U8, U16, U32, U64, bf16_bits, exponent_field, fma32
 
 

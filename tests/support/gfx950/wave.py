@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from gfx950.formats import I64, MASK32, U8, U32, U64, mask_to_lanes
 
 if TYPE_CHECKING:
