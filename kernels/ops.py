@@ -56,12 +56,19 @@ def _triton_kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
     return out
 
 
+def _aiter_kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from moe_compile.kernels.aiter_flydsl.experts import experts
+
+    out: torch.Tensor = experts(*args, **kwargs)
+    return out
+
+
 def _reference_kernel(*args: Any, activations: str, **kwargs: Any) -> torch.Tensor:
     out: torch.Tensor = reference.experts(*args, activations="bf16" if activations == "auto" else activations, **kwargs)
     return out
 
 
-KERNELS: dict[str, Kernel] = {"reference": _reference_kernel, "triton": _triton_kernel}
+KERNELS: dict[str, Kernel] = {"aiter": _aiter_kernel, "reference": _reference_kernel, "triton": _triton_kernel}
 
 
 def operator(backend: str) -> OpOverload:
@@ -143,6 +150,24 @@ def _packed(weights: Weights, spec: ExpertSpec) -> PackedExperts:
     packing = packed_weights.Packing(layout, functools.partial(_build, spec), functools.partial(_rebuild, spec))
     packed: PackedExperts = packed_weights.lookup(weights, packing)
     return packed
+
+
+def _packed_for_aiter(weights: Weights, spec: ExpertSpec) -> Any:
+    """In AITER's order, always from the cache: one pack for all graphs, rebuilt in place."""
+    from moe_compile.kernels.aiter_flydsl import packed as aiter_packed
+
+    def build(sources: packed_weights.Sources) -> aiter_packed.AiterExperts:
+        return aiter_packed.pack(spec, Weights.of(sources)._asdict())
+
+    def rebuild(packed: aiter_packed.AiterExperts, sources: packed_weights.Sources) -> None:
+        aiter_packed.repack_into(packed, spec, Weights.of(sources)._asdict())
+
+    layout = (aiter_packed.LAYOUT, spec.gate_up_layout, spec.up_first, spec.transposed)
+    return packed_weights.lookup(weights, packed_weights.Packing(layout, build, rebuild))
+
+
+# How a backend's weights are packed, if not canonically.
+PACKERS: dict[str, Callable[[Weights, ExpertSpec], Any]] = {"aiter": _packed_for_aiter}
 
 
 def _spec(
@@ -245,6 +270,7 @@ def _run(
     transposed: bool = False,
     activations: str = "auto",
     out_dtype: torch.dtype | None = None,
+    packer: Callable[[Weights, ExpertSpec], Any] = _packed,
 ) -> torch.Tensor:
     weights = Weights(gate_up_proj, down_proj, gate_up_scale, down_scale, gate_up_bias, down_bias)
     _check(hidden_states, topk_ids, topk_weights, weights, expert_map, out_dtype, transposed)
@@ -257,7 +283,7 @@ def _run(
         hidden_states,
         topk_ids,
         topk_weights,
-        _packed(weights, spec),
+        packer(weights, spec),
         gate,
         expert_map=expert_map,
         activations=activations,
@@ -283,10 +309,11 @@ _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-ca
 
 def _define(backend: str, kernel: Kernel) -> None:
     name = f"{backend}_experts"
+    packer = PACKERS.get(backend, _packed)
     _library.define(name + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _run(kernel, *args, **kwargs)
+        return _run(kernel, *args, packer=packer, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=_library)

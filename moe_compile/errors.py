@@ -54,6 +54,10 @@ class PackedWeightsError(MoeCompileError, RuntimeError):
     """Packed weights are needed at a moment when they cannot be made (inside a graph capture)."""
 
 
+class GraphCaptureError(MoeCompileError, RuntimeError):
+    """Kernels would have to be compiled or loaded inside a graph capture; the message says what to run before it."""
+
+
 def nearest(value: str, choices: Iterable[str]) -> str:
     """``" Did you mean 'x'?"``, with the choice closest in spelling, or an empty string if none is close."""
     by_lower = {choice.lower(): choice for choice in choices}
