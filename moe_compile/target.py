@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 from dataclasses import dataclass
 
 import torch
+
+from moe_compile import aiter_package
+from moe_compile.packages import Package as Package
+from moe_compile.packages import installed
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,6 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Package:
-    """A kernel package as found here: a version, or the reason why it cannot be used."""
-
-    version: str | None = None
-    problem: str | None = None
-
-    @property
-    def usable(self) -> bool:
-        return self.problem is None
-
-
-@dataclass(frozen=True)
 class Capabilities:
     """What is installed. ``triton_interpreted``: ``TRITON_INTERPRET=1``, kernels run on the CPU, slowly."""
 
@@ -65,11 +55,11 @@ class Capabilities:
 
     @classmethod
     def detect(cls) -> Capabilities:
-        """Look at this environment without importing Triton, AITER or FlyDSL."""
+        """Look at this environment without importing Triton, AITER or FlyDSL; on a gfx950, AITER is imported."""
         return cls(
-            triton=_triton(),
-            aiter=_aiter(),
-            flydsl=_installed("flydsl", "pip install flydsl"),
+            triton=installed("triton", "pip install 'triton>=3.6'"),
+            aiter=aiter_package.find(import_it=_needs_import()),
+            flydsl=installed("flydsl", "pip install flydsl"),
             triton_interpreted=os.environ.get("TRITON_INTERPRET") == "1",
         )
 
@@ -77,28 +67,9 @@ class Capabilities:
         return {"triton": self.triton.version, "aiter": self.aiter.version, "flydsl": self.flydsl.version}
 
 
-def _installed(name: str, remedy: str) -> Package:
-    if importlib.util.find_spec(name) is None:
-        return Package(problem=f"{name} is not installed ({remedy})")
-    try:
-        return Package(version=importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return Package(version="unknown")
-
-
-def _triton() -> Package:
-    return _installed("triton", "pip install 'triton>=3.6'")
-
-
-def _aiter() -> Package:
-    """The `aiter` on the package index is an unrelated async-iterator package: tell it from AMD's by its files."""
-    found = importlib.util.find_spec("aiter")
-    if found is None:
-        return Package(problem="aiter is not installed (build ROCm/aiter from source)")
-    folders = list(found.submodule_search_locations or [])
-    if not any(os.path.exists(os.path.join(folder, "fused_moe.py")) for folder in folders):
-        return Package(problem="the installed 'aiter' is not AMD's (it has no aiter.fused_moe)")
-    try:
-        return Package(version=importlib.metadata.version("amd-aiter"))
-    except importlib.metadata.PackageNotFoundError:
-        return Package(version="unknown")
+def _needs_import() -> bool:
+    """Whether this machine could run AITER: only then is importing it worth its time."""
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return False
+    devices = range(torch.cuda.device_count())
+    return any(Target.of(torch.device("cuda", index)).arch == "gfx950" for index in devices)

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiter_stand_in
 import pytest
 import torch
 
@@ -81,12 +82,22 @@ class TestDetect:
         assert found.problem == "the installed 'aiter' is not AMD's (it has no aiter.fused_moe)"
 
     def test_amds_aiter(self, site: Path) -> None:
-        install(site, "aiter", "amd-aiter", files=("fused_moe.py",))
-        assert Capabilities.detect().aiter == Package(version="9.8.7")
+        aiter_stand_in.install(site, "v0.1.19")
+        assert Capabilities.detect().aiter == Package("0.1.19", features=("runtime_swiglu_limit",))
+        assert "aiter" not in sys.modules
 
-    def test_amds_aiter_from_a_source_tree_has_no_version(self, site: Path) -> None:
-        install(site, "aiter", files=("fused_moe.py",))
-        assert Capabilities.detect().aiter == Package(version="unknown")
+    @pytest.mark.parametrize(("arch", "imported"), [("gfx950", True), ("gfx942", False)])
+    def test_aiter_is_imported_where_it_could_run(
+        self, site: Path, monkeypatch: pytest.MonkeyPatch, arch: str, imported: bool
+    ) -> None:
+        asked = []
+        monkeypatch.setattr("moe_compile.aiter_package.find", lambda *, import_it: asked.append(import_it) or Package())
+        monkeypatch.setattr(torch.version, "hip", "7.2")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+        Capabilities.detect()
+        assert asked == [imported]
 
     def test_a_module_that_is_no_package_is_not_aiter(self, site: Path) -> None:
         (site / "aiter.py").write_text("")

@@ -108,6 +108,8 @@ def install(site: Path, release: str, flydsl: str | None = "0.3.1") -> None:
         files[f"flydsl-{flydsl}.dist-info/METADATA"] = f"Metadata-Version: 2.1\nName: flydsl\nVersion: {flydsl}\n"
     version = release.removeprefix("v")
     files[f"amd_aiter-{version}.dist-info/METADATA"] = f"Metadata-Version: 2.1\nName: amd-aiter\nVersion: {version}\n"
+    if release == "HEAD":
+        files[f"amd_aiter-{version}.dist-info/METADATA"] += "Requires-Dist: flydsl==0.3.1\n"
     for name, text in files.items():
         path = site / name
         path.parent.mkdir(parents=True, exist_ok=True)
