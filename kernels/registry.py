@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from moe_compile.aiter_package import RUNTIME_LIMIT
 from moe_compile.errors import BackendRefused
+from moe_compile.kernels.aiter_flydsl import limits as aiter_limits
 from moe_compile.options import CompileOptions
-from moe_compile.selection import AUTO_ORDER, Rejection, Selection
+from moe_compile.selection import AUTO_ORDER, Caution, Rejection, Selection
 from moe_compile.spec import ExpertSpec
 from moe_compile.target import Capabilities, Target
 
@@ -17,6 +19,8 @@ from moe_compile.target import Capabilities, Target
 Reason = tuple[str, str | None]
 MachineRule = Callable[[Target, Capabilities, CompileOptions], Reason | None]
 BlockRule = Callable[[ExpertSpec, Target, CompileOptions], Reason | None]
+BlockReasons = Callable[[ExpertSpec, Capabilities], Iterable[Reason]]  # any number, where the package matters too
+CautionRule = Callable[[ExpertSpec | None], Reason | None]
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class KernelBackend:
     name: str
     machine_rules: tuple[MachineRule, ...] = ()
     block_rules: tuple[BlockRule, ...] = field(default=())
+    block_reasons: tuple[BlockReasons, ...] = field(default=())
+    caution_rules: tuple[CautionRule, ...] = field(default=())
 
     def rejections(
         self, spec: ExpertSpec | None, target: Target, capabilities: Capabilities, options: CompileOptions
@@ -33,7 +39,14 @@ class KernelBackend:
         found = [rule(target, capabilities, options) for rule in self.machine_rules]
         if spec is not None:
             found += [rule(spec, target, options) for rule in self.block_rules]
+            found += [reason for reasons in self.block_reasons for reason in reasons(spec, capabilities)]
         return [Rejection(self.name, *reason) for reason in found if reason is not None]
+
+    def cautions(
+        self, spec: ExpertSpec | None, target: Target, capabilities: Capabilities, options: CompileOptions
+    ) -> list[Caution]:
+        found = [rule(spec) for rule in self.caution_rules]
+        return [Caution(self.name, *caution) for caution in found if caution is not None]
 
 
 def _needs_gfx950(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
@@ -43,7 +56,17 @@ def _needs_gfx950(target: Target, capabilities: Capabilities, options: CompileOp
 
 
 def _needs_aiter(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
-    return (capabilities.aiter.problem, None) if capabilities.aiter.problem else None
+    return (capabilities.aiter.problem, capabilities.aiter.remedy) if capabilities.aiter.problem else None
+
+
+def _aiter_activations(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
+    return aiter_limits.activations_reason(options.activations)
+
+
+def _aiter_block(spec: ExpertSpec, capabilities: Capabilities) -> Iterable[Reason]:
+    # Without AITER, what a newer one could do counts: that AITER is missing is said already.
+    usable = capabilities.aiter.usable
+    return aiter_limits.block_reasons(spec, runtime_limit=not usable or RUNTIME_LIMIT in capabilities.aiter.features)
 
 
 def _needs_flydsl(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
@@ -86,7 +109,12 @@ def _triton_dtypes(spec: ExpertSpec, target: Target, options: CompileOptions) ->
 BACKENDS: dict[str, KernelBackend] = {
     backend.name: backend
     for backend in (
-        KernelBackend("aiter", (_needs_gfx950, _needs_aiter, _not_in_this_version("AITER adapter"))),
+        KernelBackend(
+            "aiter",
+            (_needs_gfx950, _needs_aiter, _aiter_activations),
+            block_reasons=(_aiter_block,),
+            caution_rules=(aiter_limits.hazard,),
+        ),
         KernelBackend("flydsl", (_needs_gfx950, _needs_flydsl, _not_in_this_version("FlyDSL kernels"))),
         KernelBackend(
             "triton_native", (_needs_block_scaling, _needs_triton, _not_in_this_version("block-scaled Triton kernels"))
@@ -131,10 +159,16 @@ def missing_package(selection: Selection, capabilities: Capabilities) -> Rejecti
 
 @dataclass(frozen=True)
 class BackendAvailability:
-    """One backend on one machine: ``usable`` if ``rejections`` is empty."""
+    """One backend on one machine: ``usable`` if ``rejections`` is empty.
+
+    ``cautions``: what to know before using it, where it is usable. ``versions``: of the packages that it needs, None
+    for one that is not installed.
+    """
 
     name: str
     rejections: tuple[Rejection, ...]
+    cautions: tuple[Caution, ...] = ()
+    versions: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -151,9 +185,28 @@ def available_backends(spec: ExpertSpec | None = None, device: torch.device | No
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, capabilities = Target.of(device), Capabilities.detect()
-    return [
-        BackendAvailability(
-            name, tuple(backend.rejections(spec, target, capabilities, CompileOptions(moe_backend=name)))
-        )
-        for name, backend in BACKENDS.items()
-    ]
+    return [_availability(backend, spec, target, capabilities) for backend in BACKENDS.values()]
+
+
+_PACKAGES: dict[str, tuple[str, ...]] = {
+    "aiter": ("aiter", "flydsl"),
+    "flydsl": ("flydsl",),
+    "triton_native": ("triton",),
+    "triton": ("triton",),
+    "reference": (),
+}
+
+
+def _availability(
+    backend: KernelBackend, spec: ExpertSpec | None, target: Target, capabilities: Capabilities
+) -> BackendAvailability:
+    options = CompileOptions(moe_backend=backend.name)
+    rejections = backend.rejections(spec, target, capabilities, options)
+    cautions = [] if rejections else backend.cautions(spec, target, capabilities, options)
+    versions = capabilities.versions()
+    return BackendAvailability(
+        backend.name,
+        tuple(rejections),
+        tuple(cautions),
+        tuple((name, versions[name]) for name in _PACKAGES[backend.name]),
+    )

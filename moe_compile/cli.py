@@ -264,18 +264,23 @@ def backends(as_json: Json = False) -> None:
                 "name": backend.name,
                 "usable": backend.usable,
                 "rejections": [{"reason": r.reason, "remedy": r.remedy} for r in backend.rejections],
+                "cautions": [{"text": c.text, "remedy": c.remedy} for c in backend.cautions],
+                "versions": dict(backend.versions),
             }
             for backend in found
         ]
         typer.echo(json.dumps({"backends": listed, "gpus": gpus(), "versions": packages}, indent=2))
         return
-    table = Table("moe_backend", "usable here", "why not", "what would help", show_lines=True)
+    table = Table("moe_backend", "usable here", "packages", "why not", "what would help", show_lines=True)
     for backend in found:
         reasons = "\n".join(f"{r.reason}" for r in backend.rejections)
         remedies = "\n".join(dict.fromkeys(r.remedy for r in backend.rejections if r.remedy))
-        table.add_row(*map(Text, (backend.name, "yes" if backend.usable else "no", reasons, remedies)))
+        needed = "\n".join(f"{name} {version or '-'}" for name, version in backend.versions)
+        table.add_row(*map(Text, (backend.name, "yes" if backend.usable else "no", needed, reasons, remedies)))
     console = _wide_console()
     console.print(table)
+    for caution in (caution for backend in found for caution in backend.cautions):
+        console.print(Text(f"caution: {caution}"))
     first = next((backend.name for backend in found if backend.usable), "none")
     console.print(Text(f"auto takes the first usable one that can run the block; on this machine: {first}"))
     console.print(Text(f"GPU: {', '.join(gpus()) or 'none'}"))

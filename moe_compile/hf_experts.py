@@ -155,6 +155,8 @@ def make_plan(
     spec = specify(module, dtype, routing_dtype, top_k)
     options = options_of(module)
     selection = select_backend(options, spec, Target.of(device), Capabilities.detect(), BACKENDS)
+    for caution in selection.cautions:
+        _warn_once(f"experts_implementation={NAME!r}: caution: {caution}")
     return Plan(
         (str(device), str(dtype), str(routing_dtype), top_k),
         selection.backend,
@@ -162,6 +164,12 @@ def make_plan(
         spec,
         selection.rejected,
     )
+
+
+def _warn_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning(text)
 
 
 def options_of(module: torch.nn.Module) -> CompileOptions:

@@ -77,4 +77,5 @@ def _installed_version(distribution: str) -> str:
 
 
 def _describe(package: Package) -> str:
-    return package.problem or package.version or "unknown version"
+    """``3.7.1``, ``aiter is not installed (...)``, ``0.1.13: fused_moe of aiter 0.1.13 has no parameter ...``."""
+    return ": ".join(filter(None, (package.version, package.problem))) or "unknown version"

@@ -26,6 +26,18 @@ class Rejection:
         return f"{self.backend}: {self.reason}" + (f" ({self.remedy})" if self.remedy else "")
 
 
+@dataclass(frozen=True)
+class Caution:
+    """Something to know about a backend that can run a block. ``remedy`` is the way out."""
+
+    backend: str
+    text: str
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.text}" + (f" ({self.remedy})" if self.remedy else "")
+
+
 class Backend(Protocol):
     """What selection asks of a kernel backend."""
 
@@ -38,6 +50,12 @@ class Backend(Protocol):
         """Every reason, not the first. ``spec=None`` asks about the machine alone."""
         ...
 
+    def cautions(
+        self, spec: ExpertSpec | None, target: Target, capabilities: Capabilities, options: CompileOptions
+    ) -> list[Caution]:
+        """What to know about a block that the backend would run; with ``spec=None``, in general."""
+        ...
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -45,6 +63,7 @@ class Selection:
 
     backend: str
     rejected: tuple[Rejection, ...] = ()
+    cautions: tuple[Caution, ...] = ()
 
 
 def select_backend(
@@ -69,12 +88,13 @@ def select_backend(
                 f"({spec.sizes}, {spec.gate}, {spec.weight_format} weights) on {target.arch}:{lines}\n"
                 "Choose another moe_backend, or 'auto' for the first that can."
             )
-        return Selection(name)
+        return Selection(name, cautions=tuple(backends[name].cautions(spec, target, capabilities, options)))
     rejected: list[Rejection] = []
     for name in AUTO_ORDER:
         reasons = backends[name].rejections(spec, target, capabilities, options)
         if not reasons:
-            return Selection(name, tuple(rejected))
+            cautions = backends[name].cautions(spec, target, capabilities, options)
+            return Selection(name, tuple(rejected), tuple(cautions))
         rejected.extend(reasons)
     raise BackendRefused(
         f"moe_rocm: no backend can run this expert block ({spec.sizes}, {spec.gate}) on {target.arch}:"

@@ -114,6 +114,7 @@ class MoEFusionPass(GraphPassBase):
             self.observer.before(graph, found)
         layers = [_called(one) for one in operators]
         rewritten = 0
+        cautions: dict[str, None] = {}
         arch = Target.of(operators[0].device).arch if operators else ""
         for block in found:
             if isinstance(block, NearMiss):
@@ -134,6 +135,7 @@ class MoEFusionPass(GraphPassBase):
                     compare_with_original(graph, block, replacement)
                 layers.append(_rewritten(block, selection))
                 rewritten += 1
+                cautions |= dict.fromkeys(map(str, selection.cautions))
                 missing = missing_package(selection, self.capabilities)
                 if missing is not None:
                     _warn_once(
@@ -146,7 +148,11 @@ class MoEFusionPass(GraphPassBase):
             # A model may be split into graphs: refuse before the first runs, not at the first that has a block.
             refuse_hopeless_choice(self.options, _machine(), self.capabilities)
         seconds = time.perf_counter() - start
-        report = CompileReport(layers=tuple(layers), target=arch, seconds=seconds)
+        for caution in cautions:
+            _warn_once(f"moe_rocm: caution: {caution}")
+        report = CompileReport(
+            layers=tuple(layers), target=arch, seconds=seconds, notes=tuple(f"caution: {one}" for one in cautions)
+        )
         if self.observer is not None:
             self.observer.after(graph, report)
         logger.debug("%d blocks and near misses, %d rewritten, in %.1f ms", len(found), rewritten, seconds * 1e3)

@@ -104,9 +104,9 @@ def hazard(spec: ExpertSpec | None) -> Reason | None:
     """The load-wait hazard of stage 1, if a kernel that is known to have it would run; with no block, in general."""
     if spec is not None and spec.hidden_size not in _HAZARD_HIDDEN_SIZES:
         return None
-    which = "blocks of hidden size 6144 (MiniMax-M3)" if spec is None else f"this block ({spec.sizes})"
+    which = "blocks of hidden size 6144 (MiniMax-M3) run" if spec is None else f"this block ({spec.sizes}) runs"
     return (
-        f"{which} run stage-1 kernels of AITER that wait too weakly for their loads: with more than {SAFE_TOKENS} "
+        f"{which} stage-1 kernels of AITER that wait too weakly for their loads: with more than {SAFE_TOKENS} "
         "tokens for one expert, rows may be computed from data that has not arrived. Seen in an emulator, not on "
         "hardware; batches of up to 16 tokens are safe",
         "moe_backend='flydsl' or 'triton', or an AITER with pull request 5561",

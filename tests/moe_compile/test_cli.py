@@ -288,7 +288,8 @@ class TestExplainForReal:
         code, out, err = run("explain", self.FACTORY, "--no-inductor", "--moe-backend", "aiter")
         assert (code, out) == (2, "")
         assert "moe-compile: moe_backend='aiter' cannot run this expert block (H128 I64 E8 k2, silu, " in err
-        assert "\n  - this version of moe_compile has no AITER adapter yet\n" in err
+        assert "\n  - aiter is not installed (build ROCm/aiter from source)\n" in err
+        assert "\n  - hidden size must be a multiple of 256, got 128\n" in err
         assert "Traceback" not in err
 
     def test_a_model_whose_call_fails(self, tmp_path: Path) -> None:

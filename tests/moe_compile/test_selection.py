@@ -6,7 +6,7 @@ import pytest
 
 from moe_compile.errors import BackendRefused
 from moe_compile.options import MOE_BACKENDS, CompileOptions
-from moe_compile.selection import AUTO_ORDER, Backend, Rejection, Selection, select_backend
+from moe_compile.selection import AUTO_ORDER, Backend, Caution, Rejection, Selection, select_backend
 from moe_compile.spec import ExpertSpec, GateFunction
 from moe_compile.target import Capabilities, Target
 
@@ -20,12 +20,22 @@ class Stub:
 
     name: str
     reasons: tuple[str, ...] = ()
+    careful: tuple[str, ...] = ("flydsl",)
 
     def rejections(
         self, spec: ExpertSpec | None, target: Target, capabilities: Capabilities, options: CompileOptions
     ) -> list[Rejection]:
         assert (spec, target) == (SPEC, H200)
         return [Rejection(self.name, reason, "do this" if "missing" in reason else None) for reason in self.reasons]
+
+    def cautions(
+        self, spec: ExpertSpec | None, target: Target, capabilities: Capabilities, options: CompileOptions
+    ) -> list[Caution]:
+        assert (spec, target) == (SPEC, H200)
+        return [Caution(self.name, "take care", "or not")] if self.name in self.careful else []
+
+
+FLYDSL_CAUTION = (Caution("flydsl", "take care", "or not"),)
 
 
 def backends(**reasons: tuple[str, ...]) -> dict[str, Backend]:
@@ -73,7 +83,7 @@ def test_auto_with_no_usable_backend_lists_everything() -> None:
 
 @pytest.mark.parametrize("name", AUTO_ORDER)
 def test_an_explicit_choice_is_taken_even_if_a_faster_one_is_usable(name: str) -> None:
-    assert select(name) == Selection(name)
+    assert select(name) == Selection(name, cautions=FLYDSL_CAUTION if name == "flydsl" else ())
 
 
 def test_an_explicit_choice_is_refused_with_every_reason_and_never_replaced() -> None:
@@ -90,3 +100,10 @@ def test_an_explicit_choice_is_refused_with_every_reason_and_never_replaced() ->
 def test_a_rejection_reads_as_one_line() -> None:
     assert str(Rejection("aiter", "not installed", "build it")) == "aiter: not installed (build it)"
     assert str(Rejection("aiter", "not installed")) == "aiter: not installed"
+    assert str(Caution("aiter", "take care", "or not")) == "aiter: take care (or not)"
+
+
+def test_only_the_cautions_of_what_is_taken_are_kept() -> None:
+    assert select("auto", aiter=("no",)).cautions == FLYDSL_CAUTION
+    assert select("auto").cautions == ()
+    assert select("auto", aiter=("no",), flydsl=("no",)).cautions == ()
