@@ -145,6 +145,7 @@ def _one_report(reports: Sequence[CompileReport], from_cache: bool) -> CompileRe
         layers=tuple(layer for one in reports for layer in one.layers),
         target=", ".join(dict.fromkeys(one.target for one in reports if one.target)),
         seconds=sum(one.seconds for one in reports),
+        notes=tuple(dict.fromkeys(note for one in reports for note in one.notes)),
     )
 
 
