@@ -101,7 +101,7 @@ def experts(
         return hidden_states.new_zeros(hidden_states.shape, dtype=out_dtype)
     aiter = fused_moe()
     _check_limit(gate, aiter.runtime_limit)
-    key = _kernel_key(hidden_states, packed, top_k, gate, out_dtype)
+    key = _kernel_key(hidden_states, topk_ids, topk_weights, packed, kind, expert_map, out_dtype)
     if key not in _warm:
         _refuse_capture(hidden_states, tokens)
     ids, weights = routing(topk_ids, topk_weights, expert_map, packed.mask)
@@ -136,15 +136,22 @@ def bucket(tokens: int) -> tuple[int, int]:
 
 
 def _kernel_key(
-    hidden_states: Tensor, packed: AiterExperts, top_k: int, gate: GateFunction, out_dtype: torch.dtype
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    packed: AiterExperts,
+    kind: limits.Kind,
+    expert_map: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Hashable:
+    """Everything that AITER's kernels, and ours for the routing, are compiled for."""
     return (
         hidden_states.device,
-        hidden_states.dtype,
-        out_dtype,
+        (hidden_states.dtype, topk_ids.dtype, topk_weights.dtype, out_dtype),
         tuple(packed.gate_up.shape),
-        top_k,
-        limits.kind_of(gate),
+        topk_ids.shape[1],
+        kind,
+        None if expert_map is None else (expert_map.shape[0], expert_map.dtype),
         bucket(hidden_states.shape[0]),
     )
 

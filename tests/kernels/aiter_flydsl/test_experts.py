@@ -304,6 +304,8 @@ class TestCapture:
         block.run()  # 17 and 32 tokens are one bucket
         with pytest.raises(GraphCaptureError, match="Call the model once with 33 tokens before the capture"):
             larger.run()
+        with pytest.raises(GraphCaptureError):  # the same tokens, but another routing kernel
+            block.run(expert_map=torch.arange(E))
         self.capturing = False
         larger.run()
         self.capturing = True
