@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_compile.aiter_package import RUNTIME_LIMIT
+from moe_compile.aiter_package import RUNTIME_LIMIT, TUNED
 from moe_compile.errors import BackendRefused
 from moe_compile.kernels.aiter_flydsl import limits as aiter_limits
 from moe_compile.options import CompileOptions
@@ -20,7 +20,7 @@ Reason = tuple[str, str | None]
 MachineRule = Callable[[Target, Capabilities, CompileOptions], Reason | None]
 BlockRule = Callable[[ExpertSpec, Target, CompileOptions], Reason | None]
 BlockReasons = Callable[[ExpertSpec, Capabilities], Iterable[Reason]]  # any number, where the package matters too
-CautionRule = Callable[[ExpertSpec | None], Reason | None]
+CautionRule = Callable[[ExpertSpec | None, Capabilities], Reason | None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class KernelBackend:
     def cautions(
         self, spec: ExpertSpec | None, target: Target, capabilities: Capabilities, options: CompileOptions
     ) -> list[Caution]:
-        found = [rule(spec) for rule in self.caution_rules]
+        found = [rule(spec, capabilities) for rule in self.caution_rules]
         return [Caution(self.name, *caution) for caution in found if caution is not None]
 
 
@@ -67,6 +67,15 @@ def _aiter_block(spec: ExpertSpec, capabilities: Capabilities) -> Iterable[Reaso
     # Without AITER, what a newer one could do counts: that AITER is missing is said already.
     usable = capabilities.aiter.usable
     return aiter_limits.block_reasons(spec, runtime_limit=not usable or RUNTIME_LIMIT in capabilities.aiter.features)
+
+
+def _aiter_hazard(spec: ExpertSpec | None, capabilities: Capabilities) -> Reason | None:
+    return aiter_limits.hazard(spec)
+
+
+def _aiter_untuned(spec: ExpertSpec | None, capabilities: Capabilities) -> Reason | None:
+    tuned = [name.removeprefix(TUNED) for name in capabilities.aiter.features if name.startswith(TUNED)]
+    return aiter_limits.untuned(spec, tuned)
 
 
 def _needs_flydsl(target: Target, capabilities: Capabilities, options: CompileOptions) -> Reason | None:
@@ -113,7 +122,7 @@ BACKENDS: dict[str, KernelBackend] = {
             "aiter",
             (_needs_gfx950, _needs_aiter, _aiter_activations),
             block_reasons=(_aiter_block,),
-            caution_rules=(aiter_limits.hazard,),
+            caution_rules=(_aiter_hazard, _aiter_untuned),
         ),
         KernelBackend("flydsl", (_needs_gfx950, _needs_flydsl, _not_in_this_version("FlyDSL kernels"))),
         KernelBackend(

@@ -7,6 +7,7 @@ a machine without an AMD GPU. Where there is a GPU for it, the import is tried a
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import importlib
 import importlib.metadata
@@ -35,6 +36,8 @@ ARGUMENTS = (
 )
 RUNTIME_LIMIT = "runtime_swiglu_limit"  # the limit of the gate function reaches the kernels; else 7 is built in
 KERNELS = "aiter.ops.flydsl.moe_kernels"
+TUNED = "tuned for "  # and a shape as ``ExpertSpec.sizes`` writes it
+_TUNED_FILES = "*mxfp8*tuned_fmoe*.csv"
 
 _NOT_INSTALLED = "aiter is not installed (build ROCm/aiter from source)"
 _UPDATE = "build a newer ROCm/aiter from source (v0.1.19 or later; the packages on the index are too old)"
@@ -67,8 +70,17 @@ def find(*, import_it: bool) -> Package:
         version=version,
         problem="; ".join(what for what, _ in problems) or None,
         remedy="; ".join(dict.fromkeys(remedy for _, remedy in problems)) or None,
-        features=(RUNTIME_LIMIT,) if _defines(folder / "ops" / "flydsl" / "moe_kernels.py", RUNTIME_LIMIT) else (),
+        features=(*_limit_features(folder), *_tuned_features(folder)),
     )
+
+
+def _limit_features(folder: Path) -> tuple[str, ...]:
+    return (RUNTIME_LIMIT,) if _defines(folder / "ops" / "flydsl" / "moe_kernels.py", RUNTIME_LIMIT) else ()
+
+
+def _tuned_features(folder: Path) -> tuple[str, ...]:
+    files = sorted((folder / "configs" / "model_configs").glob(_TUNED_FILES))
+    return tuple(sorted(TUNED + shape for path in files for shape in _shapes(path, path.stat().st_mtime_ns)))
 
 
 def _problems_of_aiter(folder: Path, version: str) -> list[tuple[str, str]]:
@@ -84,9 +96,8 @@ def _problems_of_aiter(folder: Path, version: str) -> list[tuple[str, str]]:
     if not (folder / "ops" / "flydsl" / "moe_kernels.py").exists():
         problems.append((f"aiter {version} has no FlyDSL kernels ({KERNELS})", _UPDATE))
     # No symbol tells the MXFP8 route apart; the tuned configurations came with it.
-    tuned = "*mxfp8*tuned_fmoe*.csv"
-    if not any((folder / "configs" / "model_configs").glob(tuned)):
-        problems.append((f"aiter {version} has no MXFP8 experts (no configs/model_configs/{tuned})", _UPDATE))
+    if not any((folder / "configs" / "model_configs").glob(_TUNED_FILES)):
+        problems.append((f"aiter {version} has no MXFP8 experts (no configs/model_configs/{_TUNED_FILES})", _UPDATE))
     return problems
 
 
@@ -168,6 +179,17 @@ def _has_bare_import(node: ast.AST, module: str, name: str) -> bool:
     if isinstance(node, ast.ImportFrom) and node.module == module and name in {alias.name for alias in node.names}:
         return True
     return any(_has_bare_import(child, module, name) for child in ast.iter_child_nodes(node))
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(path: Path, modified: int) -> frozenset[str]:
+    """The blocks that a file of tuned configurations is for."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return frozenset(
+            f"H{row['model_dim']} I{row['inter_dim']} E{row['expert']} k{row['topk']}"
+            for row in csv.DictReader(file)
+            if all(row.get(name) for name in ("model_dim", "inter_dim", "expert", "topk"))
+        )
 
 
 def _declared_flydsl() -> str | None:

@@ -7,7 +7,7 @@ computed without a word.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -110,4 +110,18 @@ def hazard(spec: ExpertSpec | None) -> Reason | None:
         "tokens for one expert, rows may be computed from data that has not arrived. Seen in an emulator, not on "
         "hardware; batches of up to 16 tokens are safe",
         "moe_backend='flydsl' or 'triton', or an AITER with pull request 5561",
+    )
+
+
+def untuned(spec: ExpertSpec | None, tuned: Sequence[str]) -> Reason | None:
+    """AITER falls back to heuristics, with kernels that nobody measured or ran for this block.
+
+    Args:
+        tuned: the shapes for which this AITER has configurations, written as `ExpertSpec.sizes`.
+    """
+    if spec is None or spec.sizes in tuned:
+        return None
+    return (
+        f"no tuned configuration for {spec.sizes}, so heuristics choose its kernels (tuned for: {', '.join(tuned) or 'none'})",
+        "compare with moe_backend='flydsl' or 'triton'",
     )

@@ -13,7 +13,8 @@ from moe_compile.packages import Package
 
 UPDATE = "build a newer ROCm/aiter from source (v0.1.19 or later; the packages on the index are too old)"
 FLYDSL = "pip install 'flydsl>=0.3.1,<0.4'"
-LIMIT = ("runtime_swiglu_limit",)
+TUNED = ("tuned for H6144 I384 E129 k5", "tuned for H6144 I768 E129 k5")
+LIMIT = ("runtime_swiglu_limit", *TUNED)
 
 TABLE: dict[tuple[str, str | None], Package] = {
     ("v0.1.13.post1", "0.3.1"): Package(
@@ -27,7 +28,7 @@ TABLE: dict[tuple[str, str | None], Package] = {
         "aiter 0.1.16 has no MXFP8 experts (no configs/model_configs/*mxfp8*tuned_fmoe*.csv)",
         UPDATE,
     ),
-    ("v0.1.16.post2", "0.3.1"): Package("0.1.16.post2"),
+    ("v0.1.16.post2", "0.3.1"): Package("0.1.16.post2", features=TUNED),
     ("v0.1.18", "0.3.1"): Package("0.1.18", features=LIMIT),
     ("v0.1.19", "0.3.1"): Package("0.1.19", features=LIMIT),
     ("v0.1.20.post1", "0.3.4.1"): Package("0.1.20.post1", features=LIMIT),
@@ -111,4 +112,4 @@ def test_a_fused_moe_without_the_function_and_without_kernels(tmp_path: Path) ->
         "aiter HEAD has no function aiter.fused_moe.fused_moe; aiter HEAD has no FlyDSL kernels "
         "(aiter.ops.flydsl.moe_kernels)"
     )
-    assert found.features == ()
+    assert found.features == TUNED

@@ -78,6 +78,10 @@ class ActivationType:
 class QuantType:
     No, per_Token, per_1x32 = map(_Member, ("No", "per_Token", "per_1x32"))
 """
+# MiniMax-M3 with the shared expert as one more expert, split over 4 and 8 GPUs; two of 16 token counts.
+_TUNED = "cu_num,token,model_dim,inter_dim,expert,topk,act_type\n" + "".join(
+    f"256,{tokens},6144,{size},129,5,ActivationType.Swiglu\n" for size in (384, 768) for tokens in (1, 2)
+)
 _RUNTIME_LIMIT = "\n\ndef runtime_swiglu_limit(swiglu_limit, act):\n    raise NotImplementedError\n"
 
 
@@ -99,7 +103,7 @@ def install(site: Path, release: str, flydsl: str | None = "0.3.1") -> None:
             _RUNTIME_LIMIT if found.runtime_limit else ""
         )
     if found.route:
-        files["aiter/configs/model_configs/minimax_m3_mxfp8_tuned_fmoe.csv"] = "token,model_dim\n"
+        files["aiter/configs/model_configs/minimax_m3_mxfp8_tuned_fmoe.csv"] = _TUNED
     if flydsl is not None:
         moved = tuple(map(int, flydsl.split(".")[:2])) >= (0, 4)
         files["flydsl/__init__.py"] = ""

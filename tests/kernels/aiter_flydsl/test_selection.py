@@ -232,16 +232,33 @@ class TestHazard:
     @pytest.mark.parametrize("choice", ["auto", "aiter"])
     def test_of_an_affected_block(self, detect: Detect, choice: str) -> None:
         options = CompileOptions(moe_backend=choice)
-        (caution,) = select_backend(options, M3, GFX950, detect("HEAD", "0.3.1"), BACKENDS).cautions
+        (caution, _) = select_backend(options, M3, GFX950, detect("HEAD", "0.3.1"), BACKENDS).cautions
         assert caution.backend == "aiter"
         assert caution.text.startswith("this block (H6144 I768 E128 k4) runs stage-1 kernels")
         assert "up to 16 tokens are safe" in caution.text
         assert caution.remedy == "moe_backend='flydsl' or 'triton', or an AITER with pull request 5561"
 
     def test_of_others(self, detect: Detect) -> None:
-        assert select_backend(CompileOptions(), SMALL, GFX950, detect("HEAD", "0.3.1"), BACKENDS).cautions == ()
+        fused = replace(SMALL, num_experts=129, top_k=5)
+        for spec in (SMALL, fused):
+            cautions = select_backend(CompileOptions(), spec, GFX950, detect("HEAD", "0.3.1"), BACKENDS).cautions
+            assert not any("wait too weakly" in caution.text for caution in cautions)
         # Where another backend runs, AITER's hazards are of no concern.
         assert select_backend(CompileOptions(), M3, GFX950, detect(None, None), BACKENDS).cautions == ()
+
+
+class TestUntuned:
+    def test_a_block_without_a_tuned_configuration(self, detect: Detect) -> None:
+        (caution,) = select_backend(CompileOptions(), SMALL, GFX950, detect("HEAD", "0.3.1"), BACKENDS).cautions
+        assert str(caution) == (
+            "aiter: no tuned configuration for H256 I128 E8 k2, so heuristics choose its kernels (tuned for: "
+            "H6144 I384 E129 k5, H6144 I768 E129 k5) (compare with moe_backend='flydsl' or 'triton')"
+        )
+
+    def test_a_tuned_block(self, detect: Detect) -> None:
+        fused = replace(M3, num_experts=129, top_k=5)
+        cautions = select_backend(CompileOptions(), fused, GFX950, detect("HEAD", "0.3.1"), BACKENDS).cautions
+        assert not any("tuned" in caution.text for caution in cautions)
 
 
 class TestAvailableBackends:
@@ -258,7 +275,7 @@ class TestAvailableBackends:
         assert (aiter.name, aiter.usable) == ("aiter", True)
         assert aiter.versions == (("aiter", "0.1.20.post1"), ("flydsl", "0.3.1"))
         assert "hidden size 6144" in aiter.cautions[0].text
-        assert available_backends(SMALL)[0].cautions == ()
+        assert [c.text[:22] for c in available_backends(SMALL)[0].cautions] == ["no tuned configuration"]
 
     def test_the_command_line_prints_all_of_it(self, detect: Detect, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pretend(monkeypatch, detect("HEAD", "0.5.0"))
