@@ -121,7 +121,8 @@ def untuned(spec: ExpertSpec | None, tuned: Sequence[str]) -> Reason | None:
     """
     if spec is None or spec.sizes in tuned:
         return None
+    shapes = ", ".join(tuned) or "nothing"
     return (
-        f"no tuned configuration for {spec.sizes}, so heuristics choose its kernels (tuned for: {', '.join(tuned) or 'none'})",
+        f"no tuned configuration for {spec.sizes}, so heuristics choose its kernels (tuned for: {shapes})",
         "compare with moe_backend='flydsl' or 'triton'",
     )
