@@ -106,8 +106,9 @@ def test_expert_maps(local: list[int]) -> None:
     assert (got.float() - wanted).norm() <= TOLERANCE * wanted.norm()
 
 
-def test_a_captured_graph_follows_its_inputs() -> None:
-    block = Block(17, (16, 512, 256, 4))
+@pytest.mark.parametrize("tokens", [1, 2, 8, 17])
+def test_a_captured_graph_follows_its_inputs(tokens: int) -> None:
+    block = Block(tokens, (16, 512, 256, 4))
     block.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -116,6 +117,6 @@ def test_a_captured_graph_follows_its_inputs() -> None:
         block.hidden.copy_(torch.randn_like(block.hidden))
         block.ids.copy_(block.random_ids())
         if round_number == 25:
-            block.ids[::2] = -1
+            block.ids[:, ::2] = -1
         graph.replay()
         assert error(out, block.expected()) < TOLERANCE
