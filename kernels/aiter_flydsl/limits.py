@@ -109,7 +109,7 @@ def hazard(spec: ExpertSpec | None) -> Reason | None:
         f"{which} stage-1 kernels of AITER that wait too weakly for their loads: with more than {SAFE_TOKENS} "
         "tokens for one expert, rows may be computed from data that has not arrived. Seen in an emulator, not on "
         "hardware; batches of up to 16 tokens are safe",
-        "moe_backend='flydsl' or 'triton', or an AITER with pull request 5561",
+        "moe_backend='flydsl' or 'triton'; AITER's pull request 5561 appears to fix it, which cannot be told from here",
     )
 
 
