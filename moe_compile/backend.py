@@ -15,6 +15,7 @@ from moe_compile.errors import MoeCompileError, OptionError, nearest
 from moe_compile.options import CompileOptions
 from moe_compile.passes.fusion_pass import MoEFusionPass
 from moe_compile.report import CompileReport
+from moe_compile.sharding import sharded_inputs
 from moe_compile.torch_internals import (
     CompileTimeError,
     aot_compile,
@@ -63,7 +64,7 @@ def compile_graph(
     """
     patches = _patches(options)
     dump = _dump(gm, options)
-    fusion = MoEFusionPass(options, user_pre_passes(patches), dump)
+    fusion = MoEFusionPass(options, user_pre_passes(patches), dump, sharded_inputs(example_inputs))
     observer = None if dump is None else dump.compiled
     hits = cache_hits()
     try:

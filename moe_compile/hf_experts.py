@@ -26,6 +26,7 @@ from moe_compile.passes.fx_utils import Unproven
 from moe_compile.passes.gate_callable import recognise
 from moe_compile.passes.match_experts_op import weight_format
 from moe_compile.selection import Rejection, select_backend
+from moe_compile.sharding import gate_up_problem, local_part, placements_of
 from moe_compile.spec import ExpertSpec
 from moe_compile.target import Capabilities, Target
 from moe_compile.torch_internals import CompileTimeError, ComptimeContext, comptime, traced_module, traced_tensor
@@ -205,12 +206,13 @@ def specify(
             raise _unsupported(module, f"its {weight_name} is no 3-D tensor")
         if weight.is_meta:
             raise _unsupported(module, f"its {weight_name} has no data: it is on the meta device (offloaded?)")
-        if hasattr(weight, "__tensor_flatten__") or hasattr(weight, "placements"):
+        if hasattr(local_part(weight), "__tensor_flatten__"):
             raise _unsupported(
                 module, f"its {weight_name} is a {type(weight).__name__}, and only plain tensors are packed"
             )
     assert up is not None
     assert down is not None
+    placements, up, down = placements_of(up), local_part(up), local_part(down)
     if up.dtype.itemsize == 1:
         problem = hf_fp8.problem(module, up_name)
         if problem is not None:
@@ -225,6 +227,9 @@ def specify(
         gate, layout, up_first = recognise(function, up.shape[2 if transposed else 1], probe_dtype)
     except Unproven as problem_found:
         raise _unsupported(module, f"its gate function could not be proven: {problem_found.reason}") from None
+    split = gate_up_problem(placements, 2 if transposed else 1, gate.gated, layout)
+    if split is not None:
+        raise _unsupported(module, split, "nor can any other implementation of these experts")
     if gate.gated != experts.has_gate:
         raise _unsupported(module, f"has_gate={experts.has_gate}, but its activation is {gate}")
     return ExpertSpec(

@@ -29,6 +29,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from moe_compile.errors import PackedWeightsError
+from moe_compile.sharding import local_part
 from moe_compile.torch_internals import on_storage_death, storage_address, version_of
 
 logger = logging.getLogger("moe_compile.packed_weights")
@@ -233,7 +234,8 @@ def refresh(tensors: Iterable[torch.Tensor]) -> int:
     Raises:
         PackedWeightsError: a source of one of the entries is not among ``tensors``; then nothing was rebuilt.
     """
-    by_key = {_tensor_key(tensor): tensor for tensor in tensors if _has_plain_storage(tensor)}
+    parts = map(local_part, tensors)
+    by_key = {_tensor_key(tensor): tensor for tensor in parts if _has_plain_storage(tensor)}
     with _locked():
         stale = []
         for entry in list(_entries.values()):
@@ -272,7 +274,7 @@ class _Watched:
     addresses: tuple[int, ...] = ()
 
     def update(self, args: Sequence[Any]) -> None:
-        sources = tuple(None if i is None else args[i] for i in self.positions)
+        sources = tuple(None if i is None else local_part(args[i]) for i in self.positions)
         entry = None if self.entry is None else self.entry()
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in sources)
         # A living entry has living sources, whose addresses nothing else can have.
@@ -308,9 +310,8 @@ class Watch:
 
 
 def _locate(lookups: Iterable[tuple[Sources, Packing[Any]]], args: Sequence[Any]) -> list[_Watched]:
-    where = {
-        _tensor_key(arg): i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and _has_plain_storage(arg)
-    }
+    parts = {i: local_part(arg) for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+    where = {_tensor_key(part): i for i, part in parts.items() if _has_plain_storage(part)}
     found: dict[Hashable, _Watched] = {}
     for sources, packing in lookups:
         keys = [None if source is None else _tensor_key(source) for source in sources]

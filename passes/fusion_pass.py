@@ -27,6 +27,7 @@ from moe_compile.passes.near_misses import NearMiss
 from moe_compile.passes.rewrite import check_output, compare_with_original, rewrite
 from moe_compile.report import CompileReport, LayerReport
 from moe_compile.selection import Selection, select_backend
+from moe_compile.sharding import ShardedInput, gate_up_problem
 from moe_compile.target import Capabilities, Target
 from moe_compile.torch_internals import (
     CustomGraphPass,
@@ -63,11 +64,17 @@ class MoEFusionPass(GraphPassBase):
         options: checked options.
         user_passes: the ``post_grad_custom_pre_pass`` that was configured before; they run first.
         observer: told about each graph, for a dump.
+        sharded: the graph's inputs that are DTensors, which AOTAutograd turns into plain tensors.
     """
 
     def __init__(
-        self, options: CompileOptions, user_passes: Sequence[Any] = (), observer: PassObserver | None = None
+        self,
+        options: CompileOptions,
+        user_passes: Sequence[Any] = (),
+        observer: PassObserver | None = None,
+        sharded: Sequence[ShardedInput] = (),
     ) -> None:
+        self.sharded = tuple(sharded)
         self.options = options
         self.observer = observer
         self.user_passes = tuple(user_passes)
@@ -80,6 +87,7 @@ class MoEFusionPass(GraphPassBase):
         # Inductor's key holds its config patches; a repr of them here could hold an address and never match again.
         options = replace(self.options, inductor=self.options.inductor is not False)
         parts = [package_digest(), options.cache_key(), repr(self.capabilities), repr(_machine())]
+        parts += [f"{one.shape} {one.dtype} {one.placements}" for one in self.sharded]
         for one in self.user_passes:
             theirs = one.uuid() if isinstance(one, CustomGraphPass) else None
             if not theirs:
@@ -125,6 +133,8 @@ class MoEFusionPass(GraphPassBase):
             arch = target.arch
             if not is_inference:
                 layers.append(_not_rewritten(block, GRADIENTS))
+            elif (split := self._split_problem(block)) is not None:
+                layers.append(_not_rewritten(block, split))
             elif self.options.max_rewrites is not None and rewritten >= self.options.max_rewrites:
                 layers.append(_not_rewritten(block, f"max_rewrites={self.options.max_rewrites}"))
             else:
@@ -162,6 +172,18 @@ class MoEFusionPass(GraphPassBase):
                 f"moe_rocm: strict=True, and {report.skipped} expert blocks were not rewritten:{reasons}"
             )
         return report
+
+    def _split_problem(self, match: MoEMatch) -> str | None:
+        """Why the block's gate/up weight may not be cut as it is. Sharded inputs are told apart by their local parts'
+        shape and dtype: one that is cut wrong keeps all blocks with such a weight from being rewritten."""
+        weight, spec = tensor(match.gate_up_proj), match.spec
+        for one in self.sharded:
+            if (one.shape, one.dtype) == (tuple(weight.shape), weight.dtype):
+                rows = 2 if spec.transposed else 1
+                problem = gate_up_problem(one.placements, rows, spec.gate.gated, spec.gate_up_layout)
+                if problem is not None:
+                    return problem
+        return None
 
 
 def _left_alone(miss: NearMiss, reason: str) -> LayerReport:
