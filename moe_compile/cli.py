@@ -60,8 +60,8 @@ Factory = Annotated[
     typer.Argument(
         metavar="FACTORY",
         help="file.py:function or package.module:function. Called without arguments, it returns a model with "
-        "dummy_inputs (any Hugging Face model), (model, kwargs) or (model, args, kwargs). Or a folder with a Hugging "
-        "Face config.json, or the name of a model in the local cache.",
+        "dummy_inputs (any Hugging Face model), (model, args), (model, kwargs) or (model, args, kwargs). Or a "
+        "folder with a Hugging Face config.json, or the name of a model in the local cache.",
     ),
 ]
 MoeBackend = Annotated[
@@ -370,11 +370,11 @@ def quantize(
 
 
 @app.command()
-def env() -> None:
+def env(as_json: Json = False) -> None:
     """Print versions, GPU and environment variables, to paste into an issue."""
-    from moe_compile.machine import describe
+    from moe_compile import machine
 
-    typer.echo(describe())
+    typer.echo(json.dumps(machine.to_dict(), indent=2) if as_json else machine.describe())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

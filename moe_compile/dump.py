@@ -108,11 +108,17 @@ def _new_folder(path: str) -> Path:
 
 
 def rank() -> int:
-    """This process's rank: torch.distributed's, else the launcher's ``RANK``, else 0."""
+    """This process's rank: torch.distributed's, else the launcher's ``RANK``, else 0.
+
+    Raises:
+        OptionError: if ``RANK`` is set to something else than a number.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
     text = os.environ.get("RANK", "")
-    return int(text) if text.isdecimal() else 0
+    if text and not text.isdecimal():
+        raise OptionError(f"moe_rocm: the variable RANK is {text!r}, which names no folder of a dump: set 0, 1, ...")
+    return int(text or 0)
 
 
 def close_all() -> None:

@@ -77,7 +77,9 @@ def main(graph: Callable[..., Any], specs: Sequence[InputSpec], inputs: str, out
     folder = Path(file).parent
     recorded, expected = (load_file(path) if path.exists() else {} for path in (folder / inputs, folder / outputs))
     tensors = sum(len(spec) > 2 for spec in specs)
-    print(f"{tensors} input tensors, {sum(spec[0] in recorded for spec in specs)} of them recorded, the others random")
+    known = sum(spec[0] in recorded for spec in specs)
+    others = "" if known == tensors else ", the others random"
+    print(f"{tensors} input tensors, {known} of them recorded{others}")
     wrong = 0
     for name, value in run(graph, rebuild_inputs(specs, recorded)).items():
         line = f"{name}: {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

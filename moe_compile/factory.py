@@ -17,7 +17,7 @@ from moe_compile import hf_factory
 from moe_compile.errors import FactoryError, ModelFailed, nearest
 from moe_compile.quiet import one_line
 
-RETURNS = "a torch.nn.Module, (model, kwargs) or (model, args, kwargs)"
+RETURNS = "a torch.nn.Module, (model, args), (model, kwargs) or (model, args, kwargs)"
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,8 @@ def _model_call(factory: str, returned: object) -> ModelCall:
             return ModelCall(returned, kwargs=_dummy_inputs(factory, returned))
         case (torch.nn.Module() as model, Mapping() as kwargs):
             return ModelCall(model, kwargs=kwargs)
+        case (torch.nn.Module() as model, tuple() | list() as args):
+            return ModelCall(model, tuple(args))
         case (torch.nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
             return ModelCall(model, tuple(args), kwargs)
     raise FactoryError(f"factory {factory!r} returned {_kind(returned)}, expected {RETURNS}")

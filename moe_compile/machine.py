@@ -69,6 +69,17 @@ def describe() -> str:
     return "\n".join(lines)
 
 
+def to_dict() -> dict[str, object]:
+    """What ``describe`` says, for JSON: versions, GPUs, and the variables that are set, ours, unknown and foreign."""
+    return {
+        "versions": versions(),
+        "gpus": gpus(),
+        "variables": {variable.full_name: variable.get() for variable in VARIABLES},
+        "unknown_variables": {name: os.environ[name] for name in unknown_variables()},
+        "foreign_variables": {n: v for n, v in sorted(os.environ.items()) if n.startswith(_FOREIGN_PREFIXES)},
+    }
+
+
 def _installed_version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)

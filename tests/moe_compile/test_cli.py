@@ -360,6 +360,13 @@ class TestEnv:
         monkeypatch.setenv("MOE_COMPILE_MOE_BACKEND", "triton")
         monkeypatch.setenv("MOE_COMPILE_TYPO", "x")
         monkeypatch.setenv("TRITON_SOMETHING", "y")
+        code, out, _ = run("env", "--json")
+        assert code == 0
+        found = json.loads(out)
+        assert found["versions"]["torch"].startswith(torch.__version__)
+        assert found["variables"]["MOE_COMPILE_MOE_BACKEND"] == "triton"
+        assert found["unknown_variables"] == {"MOE_COMPILE_TYPO": "x"}
+        assert found["foreign_variables"]["TRITON_SOMETHING"] == "y"
         code, out, _ = run("env")
         assert code == 0
         assert out.startswith("moe_compile: 0.1.0\npython: 3.")
@@ -379,3 +386,8 @@ def test_the_console_script(factory: str) -> None:
     assert wrong.stderr.startswith("moe-compile: FACTORY ")
     assert wrong.stderr.endswith("has no function 'maker'. Functions in it are fail, make. Did you mean 'make'?\n")
     assert wrong.stderr.count("\n") == 1
+
+
+def test_the_package_runs_as_a_module() -> None:
+    ran = subprocess.run([sys.executable, "-m", "moe_compile", "--version"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "moe-compile 0.1.0\n")

@@ -170,10 +170,16 @@ class TestStable:
         assert names(tmp_path) == {"rank0", "rank1"}
         assert names(tmp_path / "rank0" / "graph0") == names(tmp_path / "rank1" / "graph0") == GRAPH_FILES
 
-    @pytest.mark.parametrize(("text", "expected"), [("3", 3), ("", 0), ("../x", 0)])
+    @pytest.mark.parametrize(("text", "expected"), [("3", 3), ("", 0)])
     def test_the_rank(self, monkeypatch: pytest.MonkeyPatch, text: str, expected: int) -> None:
         monkeypatch.setenv("RANK", text)
         assert dump.rank() == expected
+
+    @pytest.mark.parametrize("text", ["abc", "../x", "-1"])
+    def test_a_rank_that_is_no_number_is_refused(self, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+        monkeypatch.setenv("RANK", text)
+        with pytest.raises(OptionError, match=f"the variable RANK is '{text}'"):
+            dump.rank()
 
 
 class TestCompiling:

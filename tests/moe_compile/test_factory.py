@@ -32,6 +32,7 @@ MODULE = """
     def nothing(): return None
     def wrong_order(): return {}, nn.Linear(3, 4)
     def args_without_kwargs(): return nn.Linear(3, 4), (torch.ones(1, 3),)
+    def bare_tensor(): return nn.Linear(3, 4), torch.ones(1, 3)
     def raises(): raise RuntimeError("no weights\\n  found")
     number = 3
 """
@@ -69,7 +70,7 @@ class TestWhatAFactoryReturns:
         assert call.args == ()
         assert list(call.kwargs) == ["input"]
 
-    @pytest.mark.parametrize("name", ["with_args", "with_list_of_args"])
+    @pytest.mark.parametrize("name", ["with_args", "with_list_of_args", "args_without_kwargs"])
     def test_model_args_and_kwargs(self, file: Path, name: str) -> None:
         call = load_model_call(f"{file}:{name}")
         assert len(call.args) == 1
@@ -81,15 +82,15 @@ class TestWhatAFactoryReturns:
         [
             ("nothing", "None"),
             ("wrong_order", "(dict, Linear)"),
-            ("args_without_kwargs", "(Linear, (Tensor))"),
+            ("bare_tensor", "(Linear, Tensor)"),
         ],
     )
     def test_anything_else_is_refused(self, file: Path, name: str, returned: str) -> None:
         with pytest.raises(FactoryError) as caught:
             load_model_call(f"{file}:{name}")
         assert str(caught.value) == (
-            f"factory '{file}:{name}' returned {returned}, expected a torch.nn.Module, (model, kwargs) or "
-            "(model, args, kwargs)"
+            f"factory '{file}:{name}' returned {returned}, expected a torch.nn.Module, (model, args), (model, kwargs) "
+            "or (model, args, kwargs)"
         )
 
     @pytest.mark.parametrize("name", ["without_inputs", "without_dummy_inputs"])
@@ -162,7 +163,7 @@ class TestFinding:
             load_function(f"{file}:with_kwarg")
         message = str(caught.value)
         assert "my model.py has no function 'with_kwarg'." in message
-        assert " Functions in it are alone, args_without_kwargs, nothing, raises, with_args, " in message
+        assert " Functions in it are alone, args_without_kwargs, bare_tensor, nothing, raises, with_args, " in message
         assert message.endswith("Did you mean 'with_kwargs'?")
 
     def test_a_file_without_functions(self, tmp_path: Path) -> None:
