@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from moe_compile.passes import match_batched_mm, match_grouped_mm
+from moe_compile.passes import match_batched_mm, match_expert_loop, match_grouped_mm
 from moe_compile.passes.expert_gemm import ExpertGemm
 from moe_compile.passes.expert_ids import SlotIds
 from moe_compile.passes.fx_utils import (
@@ -31,6 +31,7 @@ from moe_compile.passes.fx_utils import (
     without_float_casts,
 )
 from moe_compile.passes.gate_function import GateMatch, match_gate_function
+from moe_compile.passes.match_expert_loop import LoopBlock
 from moe_compile.passes.near_misses import Failure, NearMiss, near_misses
 from moe_compile.passes.row_expressions import (
     ROW,
@@ -56,6 +57,7 @@ class MoEMatch:
     """One proven block. Tensors are graph nodes; ``top_k``, ``hidden_states`` and the ids may still need a reshape.
 
     ``root`` is the node that the operator's result replaces; ``interior`` holds the nodes that nothing else may use.
+    ``assertions`` always hold, have no users, and go with the block.
     """
 
     form: str
@@ -71,6 +73,7 @@ class MoEMatch:
     name: str
     location: str | None
     interior: frozenset[Node] = field(repr=False, default=frozenset())
+    assertions: tuple[Node, ...] = field(repr=False, default=())
 
 
 def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[MoEMatch | NearMiss]:
@@ -103,9 +106,22 @@ def find_experts(graph: Graph, static_inputs: set[Node] | None = None) -> list[M
             continue
         matches[match.root] = match
         used |= match.interior
+    loops, loop_failures = match_expert_loop.find_loops(graph, provenance)
+    in_failed_loops: set[Node] = set()
+    for loop in loops:
+        try:
+            match = _from_loop(loop, static_inputs)
+        except Unproven as problem:
+            in_failed_loops |= {loop.up.weight, loop.down.weight}
+            failures.append(Failure(loop.down.node, (loop.down.x,), loop.down.form, problem, True))
+            continue
+        matches[match.root] = match
+    for failed in loop_failures:
+        in_failed_loops |= failed.known
+        failures.append(Failure(failed.down.node, (failed.down.x,), failed.down.form, failed.problem, True))
     order = {node: i for i, node in enumerate(graph.nodes)}
     failures = sorted((f for f in failures if f.node not in used), key=lambda f: order[f.node])
-    known = {source for failure in failures for source in weights_behind(failure.node)}
+    known = {source for failure in failures for source in weights_behind(failure.node)} | in_failed_loops
     known |= {weight for match in matches.values() for weight in (match.gate_up_proj, match.down_proj)}
     results: dict[Node, MoEMatch | NearMiss] = {
         **matches,
@@ -172,6 +188,51 @@ def _prove(
         name=module_path(down.node),
         location=source_location(down.node),
         interior=interior,
+    )
+
+
+def _from_loop(loop: LoopBlock, static_inputs: set[Node] | None) -> MoEMatch:
+    """A proven loop as a match: what every form is held to besides its routing."""
+    up, down, gate = loop.up, loop.down, loop.gate
+    _check_projections(up, down, gate)
+    for node in (loop.hidden, loop.weights, loop.root):
+        if not is_float(node):
+            raise Unproven(f"{node.name} is {tensor(node).dtype}, not floating point", node)
+    top_k = static(shape(loop.ids)[1])
+    if top_k is None:
+        raise Unproven(f"{loop.ids.name} has shape {tuple(shape(loop.ids))}, not (tokens, K)", loop.ids)
+    _check_weights([up.weight, down.weight], loop.hidden, static_inputs)
+    _check_not_used_elsewhere(loop.interior, loop.root)
+    spec = ExpertSpec(
+        num_experts=up.num_experts,
+        hidden_size=up.in_features,
+        intermediate_size=down.in_features,
+        top_k=top_k,
+        gate=gate.gate,
+        gate_up_layout=gate.gate_up_layout,
+        up_first=gate.up_first,
+        transposed=up.transposed,
+        has_bias=False,
+        weight_format=_FORMATS[tensor(up.weight).dtype],
+        activation_dtype=loop.activation_dtype,
+        routing_dtype=loop.weights_dtype,
+        out_dtype=tensor(loop.root).dtype,
+    )
+    return MoEMatch(
+        form=down.form,
+        root=loop.root,
+        hidden_states=loop.hidden,
+        topk_ids=loop.ids,
+        topk_weights=loop.weights,
+        gate_up_proj=up.weight,
+        down_proj=down.weight,
+        gate_up_bias=None,
+        down_bias=None,
+        spec=spec,
+        name=module_path(down.node),
+        location=source_location(down.node),
+        interior=loop.interior,
+        assertions=loop.assertions,
     )
 
 

@@ -47,7 +47,7 @@ def loop(m: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(E):
         share = ((ids == e) * weights).sum(-1, keepdim=True)
-        out = out + share * (m.gate(x @ m.w1[e].t()) @ m.w2[e].t())
+        out = out + (share * m.gate(x @ m.w1[e].t())) @ m.w2[e].t()  # weighted before the down projection
     return out
 
 
