@@ -60,6 +60,7 @@ def test_the_architecture_of_this_gpu() -> None:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder at the front of sys.path in which to pretend that a package is installed."""
+    monkeypatch.delitem(sys.modules, "flydsl", raising=False)  # it would be found before anything in the folder
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 

@@ -122,17 +122,29 @@ def install(site: Path, release: str, flydsl: str | None = "0.3.1") -> None:
 
 @contextlib.contextmanager
 def importable(site: Path, release: str, flydsl: str | None = "0.3.1") -> Iterator[None]:
-    """`install`, with ``site`` first on sys.path, and every trace of it gone from this process afterwards."""
+    """`install`, with ``site`` first on sys.path, and every trace of it gone from this process afterwards.
+
+    A FlyDSL that is really installed is out of sight, and what was imported of it is there again afterwards: its native
+    modules cannot be loaded twice.
+    """
     install(site, release, flydsl)
+    real = {name: module for name, module in sys.modules.items() if _is_ours(name)}
     _forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(site)
+        patch.syspath_prepend(site)  # first: it is undone last, to the path that it saw
+        if flydsl is None:
+            patch.setattr(sys, "path", [entry for entry in sys.path if not (Path(entry) / "flydsl").is_dir()])
         yield
     _forget()
+    sys.modules.update(real)
+
+
+def _is_ours(name: str) -> bool:
+    return name.split(".")[0] in ("aiter", "flydsl")
 
 
 def _forget() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in ("aiter", "flydsl")]:
+    for name in filter(_is_ours, list(sys.modules)):
         del sys.modules[name]
     experts.fused_moe.cache_clear()
     experts._warm.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import flydsl.compiler as flyc
 import pytest
 import torch
 from flydsl_gfx950 import code_object, flydsl_target, kernel_arguments, placeholder
@@ -17,7 +18,6 @@ ROWS, COLUMNS, K = 32, 48, 256
 
 
 def test_scaled_mfma_reads_the_packed_format(tmp_path: Path) -> None:
-    flyc = pytest.importorskip("flydsl.compiler", reason="needs FlyDSL (pip install 'moe-compile[flydsl]')")
     generator = torch.Generator().manual_seed(0)
     # Scales that differ by row and by block: one taken from a neighbour shows.
     spread = 2.0 ** torch.randint(-6, 7, (ROWS + COLUMNS, K // 32), generator=generator)
