@@ -50,7 +50,7 @@ def _is_held_out(codes: torch.Tensor) -> torch.Tensor:
 
 
 def training_problems(operation: int) -> torch.Tensor:
-    """Codes, int64 [N], of all problems of ``PLUS``, ``MINUS`` (never below zero) or ``TIMES`` that are not held out."""
+    """Codes, int64 [N], of all problems of ``PLUS``, ``MINUS`` (not below zero) or ``TIMES`` that are not held out."""
     codes = _all_problems(operation)
     return codes[~_is_held_out(codes)]
 

@@ -1,4 +1,4 @@
-"""Trains the small MiniMax-M3 whose accuracy the tests measure: `python tests/accuracy/train_arithmetic.py --output DIR`.
+"""Trains the small MiniMax-M3 whose accuracy is tested: `python tests/accuracy/train_arithmetic.py --output DIR`.
 
 Writes config.json and model.safetensors (bf16) of the weights with the best answers to held-out problems. Needs torch,
 transformers and this folder. The model computes in bf16, and AdamW keeps its weights in float32 beside it.
