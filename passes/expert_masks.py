@@ -186,12 +186,20 @@ def _choices(node: Node) -> list[tuple[object, object]]:
 
 def _plain(node: Node) -> Node:
     """Without views that add or drop dimensions of size 1 after the rows, and copies."""
-    while is_copy(node) or (is_reshape(node) and rank(node) in (1, 2)):
+    while is_copy(node) or (rank(node) in (1, 2) and (is_reshape(node) or _selects_only_column(node))):
         source = source_of(node)
         if source is None or rank(source) not in (1, 2) or not same(shape(source)[0], shape(node)[0]):
             break
         node = source
     return node
+
+
+def _selects_only_column(node: Node) -> bool:
+    """``column[:, 0]`` of an (n, 1) tensor."""
+    source = source_of(node)
+    return (
+        calls(node, aten.select.int) and rank(source) == 2 and dim(node, 1, "dim", 2) == 1 and same(shape(source)[1], 1)
+    )
 
 
 def _one_cast(node: Node, original: Node) -> Node:

@@ -288,7 +288,10 @@ def _routing(term: _Term, up: ExpertGemm) -> tuple[Node, ExpertMask, Node, torch
     """``(hidden, mask, weights, weights' dtype, nonzero)`` of one term."""
     if term.rows is None:
         mask, weights, dtype = masked_weights(term.weight)
-        return up.x, mask, weights, dtype, None
+        hidden = up.x
+        while is_copy(hidden) and (copied := source_of(hidden)) is not None:
+            hidden = copied
+        return hidden, mask, weights, dtype, None
     token = mask_column(term.rows)
     if token is None or token.axis != 0:
         raise Unproven("the rows that an expert adds to are not the tokens that its mask selects", term.rows)
