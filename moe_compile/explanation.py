@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
-from moe_compile import hf, packed_weights, report
+from moe_compile import hf, layer_names, packed_weights, report
 from moe_compile.backend import compile_graph
 from moe_compile.errors import MoeCompileError
+from moe_compile.graph_breaks import break_places, broken_at
 from moe_compile.hf_accelerate import plain_forward
 from moe_compile.options import CompileOptions
 from moe_compile.report import CompileReport, counted
 from moe_compile.torch_internals import (
     CompileTimeError,
     as_not_compiled,
+    break_frames,
+    break_messages,
     frame_id,
     graph_breaks,
     isolated_compile,
@@ -54,6 +57,8 @@ def compile_and_run(
     original = getattr(model, "_orig_mod", model)
     found: list[CompileReport] = []
     frames: set[object] = set()
+    owner = layer_names.owners(original)
+    graphs: list[tuple[CompileReport, object, str | None, dict[frozenset[tuple[str, bool]], None]]] = []
 
     # A new function each time: Dynamo never takes code that it compiled for another backend.
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -64,31 +69,45 @@ def compile_and_run(
         frame = frame_id()
         found.append(replace(one, recompiles=int(frame in frames)))
         frames.add(frame)
-        return compiled
+        used: dict[frozenset[tuple[str, bool]], None] = {}
+        graphs.append((one, frame, broken_at(break_frames(gm)), used))
+
+        def run(*args: Any) -> Any:
+            used[layer_names.used_modules(args, owner)] = None
+            return compiled(*args)
+
+        return run
 
     before, packed = graph_breaks(), packed_weights.statistics().nbytes
     start = time.perf_counter()
-    with plain_forward(original), as_not_compiled(original), without_caches(), torch.no_grad():
+    with plain_forward(original), as_not_compiled(original), without_caches(), torch.no_grad(), break_messages() as log:
         result = isolated_compile(original, backend)(*args, **kwargs)
+    places = break_places(log, original)
+    blocks = [
+        layer_names.GraphBlocks(tuple(layer_names.named(layer, run) for layer in one.layers), frame, place)
+        for one, frame, place, used in graphs
+        for run in used or [frozenset()]
+    ]
     merged = replace(
         report.merge(found),
+        layers=layer_names.joined(blocks),
         packed_bytes=max(0, packed_weights.statistics().nbytes - packed),
         total_seconds=time.perf_counter() - start,
     )
     breaks = {reason: n - before.get(reason, 0) for reason, n in graph_breaks().items() if n > before.get(reason, 0)}
-    for note in _notes(original, breaks, merged):
+    for note in _notes(original, breaks, places, merged):
         merged = report.with_note(merged, note)
     return merged, result
 
 
-def _notes(model: object, breaks: Mapping[str, int], merged: CompileReport) -> list[str]:
+def _notes(model: object, breaks: Mapping[str, int], places: Sequence[str], merged: CompileReport) -> list[str]:
     notes = []
     if breaks:
-        reasons = "; ".join(breaks)
+        reasons = "; ".join(breaks) + "".join(f"\n    at {place}" for place in places)
         notes.append(
             f"{counted(sum(breaks.values()), 'graph break')} left {counted(merged.graphs, 'graph')} of the model: "
-            f"{reasons}. A block is only found where one graph holds all of it; "
-            'TORCH_LOGS="graph_breaks" shows the lines'
+            f"{reasons}\n    A block is only found where one graph holds all of it; "
+            'TORCH_LOGS="graph_breaks" shows the tracebacks'
         )
     implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if implementation == "eager":

@@ -7,6 +7,7 @@ import re
 # In this order; the first pattern that is found in the reason.
 _REMEDIES: tuple[tuple[str, str], ...] = (
     (r"max_rewrites=", "raise or drop the option max_rewrites"),
+    (r"graph break inside", "remove the graph break: take the hook, print or .item() at that line out of the experts"),
     (r"gradients are enabled", "call the model under torch.no_grad() or torch.inference_mode()"),
     (r"dropout", "switch the dropout off: model.eval(), or p=0"),
     (

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from traceback import FrameSummary
 from types import CodeType
 from typing import Any, cast
 
@@ -25,7 +27,7 @@ try:
     from torch._dynamo.convert_frame import register_bytecode_hook
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.exc import ShortenTraceback
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters, reset_graph_break_dup_checker
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._guards import CompileContext, TracingContext
     from torch._inductor import config as inductor_config
@@ -59,6 +61,8 @@ __all__ = [
     "OpOverload",
     "aot_compile",
     "as_not_compiled",
+    "break_frames",
+    "break_messages",
     "cache_hits",
     "config_names",
     "compile_id",
@@ -297,6 +301,42 @@ def graph_breaks() -> dict[str, int]:
             reason += f", in a loop of {function} ({file}:{line}), which runs uncompiled"
             found[reason] = found.get(reason, 0) + count
     return found
+
+
+# torch's names for the loggers behind TORCH_LOGS="graph_breaks".
+_BREAK_LOGGERS = tuple(f"torch._dynamo.{module}.__graph_breaks" for module in ("symbolic_convert", "convert_frame"))
+
+
+@contextlib.contextmanager
+def break_messages() -> Iterator[list[str]]:
+    """What Dynamo logs of each graph break while the block runs: its reason and the traceback of the user's code.
+
+    Nothing of it is printed that would not be otherwise.
+    """
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        for logger in map(logging.getLogger, _BREAK_LOGGERS):
+            before = logger.level, logger.propagate, list(logger.handlers)
+            stack.callback(_restore_logger, logger, *before)
+            if not logger.isEnabledFor(logging.DEBUG):
+                logger.propagate, logger.handlers = False, []
+                logger.setLevel(logging.DEBUG)
+            logger.addHandler(handler)
+        reset_graph_break_dup_checker()  # else a place that was logged before comes without its traceback
+        yield found
+
+
+def break_frames(gm: torch.fx.GraphModule) -> list[FrameSummary]:
+    """The user's frames, outermost first, at the graph break with which Dynamo's graph ends; none if it ended whole."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return list(reason.user_stack) if reason is not None and reason.graph_break else []
+
+
+def _restore_logger(logger: logging.Logger, level: int, propagate: bool, handlers: list[logging.Handler]) -> None:
+    logger.propagate, logger.handlers = propagate, handlers
+    logger.setLevel(level)
 
 
 def frame_id() -> object | None:

@@ -26,6 +26,11 @@ def factory(tmp_path: Path) -> str:
         "    def report_norm(module, args, output): print('norm', output.norm().item())\n"
         "    model.layers[0].experts.register_forward_hook(report_norm)\n"
         "    return model, inputs\n"
+        "class Printing(dump_models.Experts):\n"
+        "    def gate(self, gate_up):\n"
+        "        print('largest', gate_up.max().item())\n"
+        "        return super().gate(gate_up)\n"
+        "def printing(): return call(Printing)\n"
         "def leaking():\n"
         "    model, inputs = call()\n"
         "    experts = model.layers[1].experts\n"
@@ -81,10 +86,32 @@ def test_an_extra_dropout(capsys: pytest.CaptureFixture[str], factory: str) -> N
 
 def test_a_hook_that_breaks_the_graph(capsys: pytest.CaptureFixture[str], factory: str) -> None:
     _, text = explain(capsys, f"{factory}:hooked")
+    for layer in ("layers.0.experts", "layers.1.experts"):  # one graph serves both
+        assert "reference" in row(text, layer)
+    assert "2/2 expert blocks" in text
     text = " ".join(text.split())
     assert re.search(r"note: \d graph breaks? left \d graphs? of the model: .*Tensor\.item\(\)", text)
     assert re.search(r"in a loop of forward \(dump_models\.py:\d+\), which runs uncompiled", text)
-    assert 'TORCH_LOGS="graph_breaks" shows the lines' in text
+    assert re.search(
+        r"at models\.py:\d+ in report_norm: def .*output\.norm\(\)\.item\(\)\) "
+        r"\(the hook report_norm of layers\.0\.experts\)",
+        text,
+    )
+    assert 'TORCH_LOGS="graph_breaks" shows the tracebacks' in text
+
+
+def test_a_graph_break_inside_of_the_experts(capsys: pytest.CaptureFixture[str], factory: str) -> None:
+    code, text = explain(capsys, f"{factory}:printing")
+    assert code == 0
+    assert "1/2 expert blocks" in text
+    assert "reference" in row(text, "layers.0.experts")
+    assert "left alone" in row(text, "layers.1.experts")
+    assert "layers.1.experts: left alone: a graph break inside of the experts leaves their parts" in text
+    assert text.count("left alone: ") == 1
+    place = r"at models\.py:\d+ in gate: print\('largest', gate_up\.max\(\)\.item\(\)\)"
+    assert len(re.findall(place, text)) == 2, "of the block, and in the note"
+    assert "remedy: remove the graph break: " in text
+    assert "pointwise" not in text
 
 
 def test_a_value_that_is_kept_from_inside_the_experts(capsys: pytest.CaptureFixture[str], factory: str) -> None:
