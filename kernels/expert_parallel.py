@@ -105,3 +105,15 @@ def mask_of(expert_map: ExpertMap) -> ExpertMask:
             f"expert map with local ids {local} in global order: an expert mask needs 0 to {len(local) - 1} in order"
         )
     return ExpertMask(torch.cat([present.int(), present.new_zeros(1, dtype=torch.int32)]))
+
+
+def local_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
+    """Indices into a rank's ``num_experts`` weights, int64 in the shape of ``topk_ids``; -1 for no such expert.
+
+    ``expert_map``: (E_global,) integers as in `ExpertMap`; without one the ids are local. Reads nothing on the host.
+    """
+    ids = topk_ids.long()
+    if expert_map is not None:
+        known = (ids >= 0) & (ids < expert_map.shape[0])
+        ids = torch.where(known, expert_map.long()[ids.clamp(0, expert_map.shape[0] - 1)], -1)
+    return torch.where((ids >= 0) & (ids < num_experts), ids, -1)

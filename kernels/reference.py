@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_compile.errors import ExpertInputError
-from moe_compile.kernels import mxfp8
+from moe_compile.kernels import expert_parallel, mxfp8
 from moe_compile.kernels.packed import PackedExperts
 from moe_compile.spec import GateFunction
 
@@ -70,7 +70,7 @@ def experts(
         ExpertInputError: shapes or dtypes that do not fit together, or an unknown choice.
     """
     _check(hidden_states, topk_ids, topk_weights, packed, gate, expert_map, activations, compute_dtype, evaluation)
-    local_ids = _local_ids(topk_ids, expert_map, packed.num_experts)
+    local_ids = expert_parallel.local_ids(topk_ids, expert_map, packed.num_experts)
     block = _Block(packed, gate, hidden_states.dtype, activations, compute_dtype)
     x = block.activation(hidden_states)
     if evaluation == "auto":
@@ -184,15 +184,6 @@ def _dense(block: _Block, x: Tensor, local_ids: Tensor, topk_weights: Tensor) ->
             weighted = block.apply(x[tokens], weights) * weight
             out[tokens] += torch.where(chosen.any(1, keepdim=True), weighted, 0)
     return out
-
-
-def _local_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
-    """Indices into the packed weights, -1 where there is no such expert."""
-    ids = topk_ids.long()
-    if expert_map is not None:
-        known = (ids >= 0) & (ids < expert_map.shape[0])
-        ids = torch.where(known, expert_map.long()[ids.clamp(0, expert_map.shape[0] - 1)], -1)
-    return torch.where((ids >= 0) & (ids < num_experts), ids, -1)
 
 
 def _check(

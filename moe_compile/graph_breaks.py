@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,28 +20,28 @@ _CALLS_HOOK = re.compile(r"\bhook\(")
 class BreakPlace:
     """``text`` is ``model.py:12 in log_norm: print(x.sum().item())``; ``hook`` is the hook's function, if it is one."""
 
+    line: str  # model.py:12
     text: str
     hook: str | None = None
 
 
 def break_place(message: str) -> BreakPlace | None:
     """The place that one message of torch's log ``graph_breaks`` names; None if it names none."""
-    frames = [frame.groupdict() for frame in _FRAME.finditer(message)]
+    frames = [
+        FrameSummary(found["file"], int(found["line"]), found["function"], lookup_line=False, line=found["code"])
+        for found in _FRAME.finditer(message)
+    ]
     if not frames:
         place = _PLACE.search(message)
         if place is None:
             return None
-        return BreakPlace(
-            _shown(place["file"], int(place["line"]), "", linecache.getline(place["file"], int(place["line"])))
-        )
-    inner = next((i for i in reversed(range(len(frames))) if not _is_torch(frames[i]["file"])), len(frames) - 1)
-    frame = frames[inner]
-    function = _RESUMED.sub(r"\1", frame["function"])
+        return _place(FrameSummary(place["file"], int(place["line"]), ""))
+    inner = _innermost(frames)
     hook = None
     for caller, called in zip(frames, frames[1 : inner + 1], strict=False):
-        if _is_torch(caller["file"]) and _CALLS_HOOK.search(caller["code"]) and not _is_torch(called["file"]):
-            hook = _RESUMED.sub(r"\1", called["function"])
-    return BreakPlace(_shown(frame["file"], int(frame["line"]), function, frame["code"]), hook)
+        if _is_torch(caller.filename) and _CALLS_HOOK.search(caller.line or "") and not _is_torch(called.filename):
+            hook = _RESUMED.sub(r"\1", called.name)
+    return _place(frames[inner], hook)
 
 
 def break_places(messages: Sequence[str], model: object) -> list[str]:
@@ -51,21 +50,13 @@ def break_places(messages: Sequence[str], model: object) -> list[str]:
     for place in map(break_place, messages):
         if place is not None:
             hook = "" if place.hook is None else f" ({_whose(place.hook, model)})"
-            found.setdefault(_line(place.text), place.text + hook)
+            found.setdefault(place.line, place.text + hook)
     return list(found.values())
-
-
-def _line(text: str) -> str:
-    """``model.py:12``"""
-    return re.split(r"(?<=\d)(?: in |: )", text, maxsplit=1)[0]
 
 
 def broken_at(frames: Sequence[FrameSummary]) -> str | None:
     """The place of a graph break from the user's frames, outermost first; None without frames."""
-    if not frames:
-        return None
-    frame = next((one for one in reversed(frames) if not _is_torch(one.filename)), frames[-1])
-    return _shown(frame.filename, frame.lineno or 0, _RESUMED.sub(r"\1", frame.name), frame.line or "")
+    return _place(frames[_innermost(frames)]).text if frames else None
 
 
 def _whose(hook: str, model: object) -> str:
@@ -85,6 +76,14 @@ def _is_torch(file: str) -> bool:
     return "/torch/" in file.replace("\\", "/")
 
 
-def _shown(file: str, line: int, function: str, code: str) -> str:
-    name = file.replace("\\", "/").rsplit("/", 1)[-1]
-    return f"{name}:{line}" + (f" in {function}" if function else "") + f": {code.strip()}"
+def _innermost(frames: Sequence[FrameSummary]) -> int:
+    """The number of the innermost frame that is not torch's; of the last if all are."""
+    own = (number for number in reversed(range(len(frames))) if not _is_torch(frames[number].filename))
+    return next(own, len(frames) - 1)
+
+
+def _place(frame: FrameSummary, hook: str | None = None) -> BreakPlace:
+    file = frame.filename.replace("\\", "/").rsplit("/", 1)[-1]
+    line = f"{file}:{frame.lineno}"
+    function = _RESUMED.sub(r"\1", frame.name)
+    return BreakPlace(line, line + (f" in {function}" if function else "") + f": {(frame.line or '').strip()}", hook)

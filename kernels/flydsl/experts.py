@@ -15,14 +15,10 @@ from torch import Tensor
 from moe_compile.errors import ExpertInputError
 from moe_compile.kernels.flydsl import launch, limits
 from moe_compile.kernels.flydsl.launch import Launch
-from moe_compile.kernels.flydsl.routing import Tiles, tiles_of
+from moe_compile.kernels.flydsl.routing import Tiles, max_tiles, tiles_of
 from moe_compile.kernels.packed import PackedExperts
 from moe_compile.spec import GateFunction
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
-_LANES = 64
-_COLUMNS = 32
 _MAX_TILES = 65535  # of the second dimension of a grid
 
 
@@ -84,14 +80,14 @@ def _plan(
     return [
         Launch(
             "quantize",
-            (-(-groups // _LANES), 1),
-            ((_ELEMENTS[hidden.dtype], hidden), ("Int32", x), ("Uint8", x_scale)),
+            (-(-groups // limits.LANES), 1),
+            ((limits.ELEMENTS[hidden.dtype], hidden), ("Int32", x), ("Uint8", x_scale)),
             (groups,),
-            (_NAMES[hidden.dtype],),
+            (limits.ELEMENTS[hidden.dtype],),
         ),
         Launch(
             "gate_up",
-            (i // _COLUMNS, tiles.number),
+            (i // limits.BLOCK, tiles.number),
             (
                 ("Int32", x),
                 ("Uint8", x_scale),
@@ -106,7 +102,7 @@ def _plan(
         ),
         Launch(
             "down",
-            (h // _COLUMNS, tiles.number),
+            (h // limits.BLOCK, tiles.number),
             (
                 ("Int32", z),
                 ("Uint8", z_scale),
@@ -120,10 +116,15 @@ def _plan(
         ),
         Launch(
             "reduce",
-            (-(-h // _LANES), tokens),
-            (("Float32", partials), ("Int32", tiles.local_ids), ("Float32", weights), (_ELEMENTS[out.dtype], out)),
+            (-(-h // limits.LANES), tokens),
+            (
+                ("Float32", partials),
+                ("Int32", tiles.local_ids),
+                ("Float32", weights),
+                (limits.ELEMENTS[out.dtype], out),
+            ),
             (),
-            (h, top_k, _NAMES[out.dtype]),
+            (h, top_k, limits.ELEMENTS[out.dtype]),
         ),
     ]
 
@@ -153,9 +154,9 @@ def _check(
     if packed.gate_up_bias is not None or packed.down_bias is not None:
         problems.append("has no biases")
     for what, dtype in (("hidden_states", hidden_states.dtype), ("the result", out_dtype)):
-        if dtype not in limits.DTYPES:
+        if dtype not in limits.ELEMENTS:
             problems.append(f"{what} must be bfloat16, float16 or float32, got {str(dtype).removeprefix('torch.')}")
-    tiles = max(topk_ids.shape[0], topk_ids.numel() // 16 + min(packed.num_experts, topk_ids.numel()))
+    tiles = max(topk_ids.shape[0], max_tiles(topk_ids.numel(), packed.num_experts))
     if tiles > _MAX_TILES:
         problems.append(f"too many tokens at once: {topk_ids.shape[0]}")
     if problems:

@@ -10,9 +10,9 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 
 from moe_compile.kernels.flydsl import device
+from moe_compile.kernels.flydsl.limits import BLOCK, LANES
 
-LANES = 64
-COLUMNS = 32  # of the result, of one tile: one MXFP8 block
+COLUMNS = BLOCK  # of the result, of one tile
 
 
 @flyc.kernel
@@ -21,8 +21,7 @@ def quantize_kernel(x: fx.Pointer, values: fx.Pointer, scales: fx.Pointer, words
     word = fx.Int32(fx.block_idx.x) * fx.Int32(LANES) + fx.Int32(fx.thread_idx.x)
     inside = word < words
     clamped = inside.select(word, words - fx.Int32(1))
-    numeric = {"bf16": fx.BFloat16, "fp16": fx.Float16, "fp32": fx.Float32}[dtype]
-    loaded = device.load(x, fx.Int64(clamped) * fx.Int64(8), numeric, 8)
+    loaded = device.load(x, fx.Int64(clamped) * fx.Int64(8), getattr(fx, dtype), 8)
     numbers = [fx.Float32(loaded[index]) for index in fx.range_constexpr(8)]
     byte = device.scale_byte(device.exchange_largest(device.amax_bits(numbers), (1, 2)))
     low, high = device.pack4(numbers[:4], byte), device.pack4(numbers[4:], byte)
@@ -58,11 +57,8 @@ def gate_up_kernel(
     column, block = fx.Int32(fx.block_idx.x), fx.Int32(fx.block_idx.y)
     expert = device.load(block_expert, block, fx.Int32)
     if expert >= fx.Int32(0):
-        if fx.const_expr(direct):
-            slot = (row == fx.Int32(0)).select(block, fx.Int32(-1))
-        else:
-            slot = device.load(block_slots, block * fx.Int32(16) + row, fx.Int32)
-        token = (slot < fx.Int32(0)).select(fx.Int32(0), slot) // fx.Int32(top_k)
+        slot, source = _slot(block_slots, block, row, direct)
+        token = source // fx.Int32(top_k)
         first = fx.Int64(expert) * fx.Int64(2 * i) + fx.Int64(column * fx.Int32(COLUMNS) + row)
         rows = [first + fx.Int64(offset) for offset in (0, 16, i, i + 16)]
         totals = _product(w, w_scale, rows, x, x_scale, fx.Int64(token), group, h)
@@ -102,13 +98,7 @@ def down_kernel(
     column, block = fx.Int32(fx.block_idx.x), fx.Int32(fx.block_idx.y)
     expert = device.load(block_expert, block, fx.Int32)
     if expert >= fx.Int32(0):
-        if fx.const_expr(direct):
-            slot = (row == fx.Int32(0)).select(block, fx.Int32(-1))
-        else:
-            slot = device.load(block_slots, block * fx.Int32(16) + row, fx.Int32)
-        source = (slot < fx.Int32(0)).select(fx.Int32(0), slot)
-        if fx.const_expr(direct):
-            source = block
+        slot, source = _slot(block_slots, block, row, direct)
         first = fx.Int64(expert) * fx.Int64(h) + fx.Int64(column * fx.Int32(COLUMNS) + row)
         totals = _product(w, w_scale, [first, first + fx.Int64(16)], z, z_scale, fx.Int64(source), group, i)
         if slot >= fx.Int32(0):
@@ -117,6 +107,14 @@ def down_kernel(
                 values = totals[half].load()
                 for index in fx.range_constexpr(4):
                     device.store(values[index], out, target + fx.Int64(half * 16 + index))
+
+
+def _slot(block_slots, block, row, direct):
+    """The slot of the lane's row of the tile, -1 for none, and the slot whose activations it reads."""
+    if direct:
+        return (row == fx.Int32(0)).select(block, fx.Int32(-1)), block
+    slot = device.load(block_slots, block * fx.Int32(16) + row, fx.Int32)
+    return slot, (slot < fx.Int32(0)).select(fx.Int32(0), slot)
 
 
 def _product(w, w_scale, rows, x, x_scale, x_row, group, k):
@@ -163,5 +161,4 @@ def reduce_kernel(
             partial = device.load(partials, fx.Int64(slot) * fx.Int64(h) + fx.Int64(h_index), fx.Float32)
             weight = device.load(weights, slot, fx.Float32)
             total = total + routed.select(weight * partial, fx.Float32(0.0))
-        numeric = {"bf16": fx.BFloat16, "fp16": fx.Float16, "fp32": fx.Float32}[dtype]
-        device.store(total.to(numeric), out, fx.Int64(token) * fx.Int64(h) + fx.Int64(h_index))
+        device.store(total.to(getattr(fx, dtype)), out, fx.Int64(token) * fx.Int64(h) + fx.Int64(h_index))

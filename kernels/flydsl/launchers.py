@@ -6,8 +6,9 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 
 from moe_compile.kernels.flydsl import kernels
+from moe_compile.kernels.flydsl.limits import LANES
 
-_BLOCK = (kernels.LANES, 1, 1)
+_BLOCK = (LANES, 1, 1)
 
 
 @flyc.jit

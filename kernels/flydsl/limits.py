@@ -10,8 +10,10 @@ from moe_compile.spec import GateFunction
 
 Reason = tuple[str, str | None]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK = 32
+# Of hidden states and result: FlyDSL's name of the type.
+ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
+BLOCK = 32  # elements of one MXFP8 scale, and columns of the result that one tile computes
+LANES = 64  # of a wave, and threads of a workgroup
 
 
 def activations_reason(activations: str) -> Reason | None:

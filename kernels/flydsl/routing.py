@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_compile.kernels.expert_parallel import local_ids
+
 TILE_SLOTS = 16  # columns of one scaled MFMA
 # Up to this many slots each is a tile of its own: nothing is sorted, and few experts repeat.
 MAX_UNSORTED_SLOTS = 32
@@ -28,7 +30,7 @@ class Tiles:
 
 def tiles_of(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tiles:
     """Tiles of ``topk_ids`` (T, K) int32 or int64. Their number is a function of the shapes alone."""
-    local = local_ids(topk_ids, expert_map, num_experts)
+    local = local_ids(topk_ids, expert_map, num_experts).reshape(-1).int()
     slots = local.numel()
     if slots <= MAX_UNSORTED_SLOTS:
         return Tiles(local, local, local, direct=True)
@@ -42,7 +44,7 @@ def tiles_of(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> T
     tiles = (counts + TILE_SLOTS - 1) // TILE_SLOTS
     last_tile = tiles.cumsum(0)
 
-    number = min(slots, slots // TILE_SLOTS + min(slots, num_experts))
+    number = min(slots, max_tiles(slots, num_experts))
     tile = torch.arange(number, device=device)
     expert = torch.searchsorted(last_tile, tile, right=True)
     empty = expert == num_experts
@@ -58,11 +60,6 @@ def tiles_of(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> T
     )
 
 
-def local_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
-    """(S,) int32: the index into the weights of each slot, -1 for ids that name no expert here."""
-    ids = topk_ids.reshape(-1)
-    if expert_map is not None:
-        known = (ids >= 0) & (ids < expert_map.shape[0])
-        mapped = expert_map[torch.where(known, ids, 0).long()]
-        ids = torch.where(known, mapped, -1)
-    return torch.where((ids >= 0) & (ids < num_experts), ids, -1).int()
+def max_tiles(slots: int, num_experts: int) -> int:
+    """An upper bound on the tiles of ``slots`` sorted slots: each expert that has any may leave one partly empty."""
+    return slots // TILE_SLOTS + min(slots, num_experts)
