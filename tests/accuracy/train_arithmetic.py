@@ -28,7 +28,7 @@ def model_class() -> Any:
 
 
 def new_model() -> Any:
-    """One dense layer and two with 16 experts, top-4 of which answer; 2.3 million parameters, bf16."""
+    """One dense layer and two with 16 experts, top-4 of which answer; 2.45 million parameters, bf16."""
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
     config = MiniMaxM3VLTextConfig(
